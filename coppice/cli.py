@@ -29,7 +29,7 @@ SERVE_PACKAGES = (
 LATE = {
     "serve": ("coppice.commands.serve", "Run one service in this process."),
     "train": ("coppice.training.cli", "Train a target or a head."),
-    "adapter": ("coppice.adaptation.cli", "Look at the adapter, and steer it."),
+    "adapter": ("coppice.commands.adapter", "Look at the adapter, and steer it."),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws

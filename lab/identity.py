@@ -20,7 +20,7 @@ from itertools import product, starmap
 
 import numpy as np
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError
 from coppice.machine import usable_cores
@@ -35,8 +35,8 @@ MARGIN = 2e-4
 """logits between the two best tokens of a row below which float32's rounding may decide; such answers are left out"""
 SPARE = 1.2
 """times as many answers are asked for as are wanted"""
-QUICK = {"bandit.policy": "always", "adapter.head_samples": 16, "adapter.full_samples": 8, "adapter.canary": False}
-"""of an adapter that trains after every query with a miss"""
+QUICK = {"adapter.policy": "always", "adapter.interval": 4, "adapter.cpu_share": 1.0}
+"""of an adapter that trains after every few queries"""
 KILLS, SYNCS, BOTH = MEANWHILE = ("kills", "weight syncs", "kills and weight syncs")
 SAMPLINGS = (
     SamplingParams(),

@@ -7,13 +7,13 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.access import Tokens
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
+from coppice.signals.producer import Producer
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 

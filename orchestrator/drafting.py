@@ -61,10 +61,9 @@ class Drafting:
 
     def settle(self, step: Step) -> None:
         """Tell the heads what the step committed and what they missed."""
-        verdict = step.judged
         for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
             if head.opening.want_misses and step.choice.routed in (at, UNION):
-                head.reject(draft, step.start, step.offered, verdict.rejection)
+                head.reject(draft, step.start, step.offered)
 
     def calibrate(self, step: Step) -> None:
         """Learn what the heads' confidences are worth, from every node that the text says something about.

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Sequence
 
-from coppice.adaptation.producer import Producer
-from coppice.adaptation.records import QueryRecord
+from coppice.signals.producer import Producer
+from coppice.signals.records import QueryRecord
 
 from .head_session import HeadSession
 from .step_loop import Decoding
 
 LAST_MISS_S = 2.0  # how long a drafter may take to say the last one
 
-TOP_N = 32
-"""the target's likeliest ids that are told with a rejection"""
-
 
 class Signals:
     """Takes over the heads of requests that ended."""
 
-    def __init__(self, producer: Producer, top_n: int = TOP_N) -> None:
-        """`top_n`: how many of the target's likeliest ids a rejection tells."""
-        self.top_n = top_n
+    def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self._tasks: set[asyncio.Task[None]] = set()
 
     def of_misses(self, head: str) -> bool:
         """Whether an adapter wants to know what a head misses."""
-        return self._producer.demand_for(head) in ("misses", "head", "full")
+        return self._producer.demand_for(head) == "misses"
 
-    def ended(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
+    def ended(self, session: str, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
         """Fetch the heads' last misses, close the heads and queue their records, all in the background."""
-        task = asyncio.create_task(self._finish(session, decoding, heads, load))
+        task = asyncio.create_task(self._finish(session, decoding, heads))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -43,7 +37,7 @@ class Signals:
             await asyncio.wait(self._tasks, timeout=LAST_MISS_S)
         await self._producer.stop()
 
-    async def _finish(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
+    async def _finish(self, session: str, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
         try:
             step = decoding.steps + 1
             await asyncio.gather(*(head.last_miss(decoding.text, step, LAST_MISS_S) for head in heads))
@@ -52,26 +46,20 @@ class Signals:
                 head.close()
         for head in heads:
             if head.signal.learns:
-                self._producer.query(head.pool.name, _record(session, decoding, head, load))
+                self._producer.query(head.pool.name, _record(session, decoding, head))
 
 
-def _record(session: str, decoding: Decoding, head: HeadSession, load: float) -> QueryRecord:
+def _record(session: str, decoding: Decoding, head: HeadSession) -> QueryRecord:
     result, signal = decoding.output.result, head.signal
-    timings, steps = result.timings, result.steps
     kind, variant = next(iter(signal.choices), (0, 0))
     return QueryRecord(
         session=session,
         s=signal.s,
-        rejections=signal.rejections,
         tau=result.tau,
         new_tokens=result.new_tokens,
-        steps=steps,
-        tokens_per_s=result.new_tokens / max(1, timings.decode_ns) * 1e9,
-        step_ns=int(statistics.median(timings.step_ns)) if timings.step_ns else 0,
-        draft_ns=timings.draft_ns // max(1, steps),
+        steps=result.steps,
+        tokens_per_s=result.new_tokens / max(1, result.timings.decode_ns) * 1e9,
         versions=(signal.first_version, signal.last_version),
-        load=load,
-        policy=decoding.plan.policy.name,
         kind=kind,
         variant=variant,
         sketch=signal.sketch if len(signal.choices) == 1 else (),

@@ -109,7 +109,6 @@ class Signal:
     learns: bool
     """whether an adapter is told"""
     s: float = 0.0
-    rejections: int = 0
     first_version: int = 0
     last_version: int = 0
     choices: set[tuple[int, int]] = field(default_factory=set)
@@ -124,7 +123,6 @@ class Signal:
         if self.owed:
             self.owed -= 1
             self.s += miss
-            self.rejections += 1
 
     def opened(self, answer: DraftOpened) -> None:
         """Note what will draft, and what the drafter takes the prompt for."""
@@ -257,12 +255,12 @@ class HeadSession:
         new = ids[unsent.told :]
         return Advance(new, self._follow(len(ids)), unsent.rejection)
 
-    def reject(self, draft: Draft, start: int, offered: Sequence[int], verified: Rejection | None) -> None:
+    def reject(self, draft: Draft, start: int, offered: Sequence[int]) -> None:
         """Tell the drafter with the next step where its last tree left the text, unless all of it was accepted.
 
-        start: position of the first token of `offered`. verified: where the walk over the verified tree ended.
+        start: position of the first token of `offered`.
         """
-        rejection = own_rejection(draft.tree, start, offered, verified)
+        rejection = own_rejection(draft.tree, start, offered)
         if rejection is not None and self._stream is not None:
             self._unsent.rejection = rejection
 
@@ -360,16 +358,10 @@ class HeadSession:
             question.answer.set_result(None)
 
 
-def own_rejection(tree: DraftTree, start: int, offered: Sequence[int], verified: Rejection | None) -> Rejection | None:
-    """Where a head's own tree left the text, whose first token stands at `start`; None when all of it was accepted.
-
-    The target's likeliest ids are known only where the walk over the verified tree ended.
-    """
+def own_rejection(tree: DraftTree, start: int, offered: Sequence[int]) -> Rejection | None:
+    """Where a head's own tree left the text, whose first token stands at `start`; None when all of it was accepted."""
     missed = first_miss(tree, offered)
     if missed is None:
         return None
     depth, node = missed
-    position, token = start + depth, offered[depth]
-    if verified is not None and verified.position == position:
-        return Rejection(position, node, token, verified.top_ids, verified.top_log_probs, verified.tail)
-    return Rejection(position, node, token, np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    return Rejection(start + depth, node, offered[depth], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)

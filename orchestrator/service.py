@@ -276,7 +276,6 @@ class GenerationServicer:
         if request.prediction_ids:
             check_usable([pool.kind for pool in pools])
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
-        misses = any(head.opening.want_misses for head in heads)
         prompt_tokens = len(ids) - len(request.resume_ids)
         opening = OpenSession(
             session=session,
@@ -285,7 +284,6 @@ class GenerationServicer:
             stop_ids=plan.stop_ids,
             max_len=prompt_tokens + plan.max_new_tokens,
             feature_layers=layers,
-            rejection_top_n=self.signals.top_n if self.signals and misses else 0,
             want_log_probs=request.want_log_probs,
             prompt_tokens=prompt_tokens,
             top_log_probs=request.top_log_probs,
@@ -303,7 +301,7 @@ class GenerationServicer:
         drafting = Drafting(heads, policy, plan.draft_deadline_s)
         decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
         account.result, account.policy = output.result, plan.policy.name
-        load, finished = self.seats.used, False
+        finished = False
         try:
             result = await decoding.run(lambda opened: send(_scored(started, request, ids[:prompt_tokens], opened)))
             finished = True
@@ -313,7 +311,7 @@ class GenerationServicer:
             verifier.close()
             policy.close()
             if self.signals is not None and finished and any(head.signal.learns for head in heads):
-                self.signals.ended(session, decoding, heads, (load + self.seats.used) / 2)
+                self.signals.ended(session, decoding, heads)
             else:
                 for head in heads:
                     head.close()

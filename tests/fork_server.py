@@ -25,7 +25,7 @@ _server = multiprocessing.get_context("forkserver")
 _SERVICES = (
     "services.verifier.service",
     "services.drafter.service",
-    "services.adapter.adapting",
+    "services.adapter.service",
     "orchestrator.service",
 )
 _LATE = ("orchestrator.http.server", "transformers.models.llama.modeling_llama")  # what they import when it is needed

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from coppice.adaptation.records import QueryRecord, Sample, queries_key, read_query, read_sample, samples_key
+from coppice.signals.records import QueryRecord, Sample, queries_key, read_query, read_sample, samples_key
 
 
 @dataclass

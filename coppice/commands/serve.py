@@ -27,7 +27,7 @@ ROLES = {
     ),
     "adapter": (
         "Train draft heads while they serve.",
-        ("adapter", "learner", "bandit", "drift", "adaptation", "directory"),
+        ("adapter", "adaptation", "directory"),
     ),
 }
 """What each role does, and the sections it reads beside those of every role."""

@@ -20,13 +20,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from coppice.config.adaptation import (
-    AdaptationSettings,
-    AdapterSettings,
-    BanditSettings,
-    DriftSettings,
-    LearnerSettings,
-)
+from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.sections import (
     DirectorySettings,
     DrafterSettings,
@@ -44,48 +38,71 @@ _OTHER_VARIABLES = frozenset(
     {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
 )
 
-_REMOVED = {
-    "adaptation.bytes_per_s": "32 MiB",
-    "adaptation.entry_bytes": "8 MiB",
-    "adaptation.queries_kept": "10000",
-    "adaptation.queue_bytes": "64 MiB",
-    "adaptation.queue_entries": "4096",
-    "adaptation.samples_kept": "4096",
-    "adaptation.top_n": "32",
-    "adapter.nice": "19",
-    "bandit.always_queries": "8",
-    "bandit.blocked_queries": "2",
-    "bandit.epsilon_first": "0.30",
-    "bandit.epsilon_last": "0.10",
-    "bandit.least_signal": "5",
-    "bandit.load_factor": "1.5",
-    "bandit.patience": "ten times bandit.interval",
-    "drafter.blocks": "2",
-    "drafter.rank_guided": "true, but for a chain",
-    "drafter.widths": "2, 4, 6, 10, but for a chain",
-    "drift.canary_certainty": "2",
-    "drift.canary_limit": "40",
-    "drift.canary_tolerance": "0.03",
-    "drift.collapse": "0.5",
-    "drift.windows": "3",
-    "learner.batch": "8",
-    "learner.blocks": "1",
-    "learner.clip": "0.5",
-    "learner.every": "3",
-    "learner.full_passes": "2",
-    "learner.head_passes": "1",
-    "learner.penalty": "0.01",
-    "learner.seed": "0",
-    "learner.steps": "7",
-    "learner.valid_prefix": "false",
-    "limits.prompt_chars": "1048576",
-    "limits.weights_bytes": "4 GiB",
-    "orchestrator.reopens": "4",
-    "verifier.batch_wait_ms": "50",
-    "verifier.block_size": "32",
-    "verifier.prefill_rows": "512",
+REMOVED = {
+    "adaptation.bytes_per_s": "it is always 32 MiB",
+    "adaptation.entry_bytes": "it is always 8 MiB",
+    "adaptation.queries_kept": "it is always 10000",
+    "adaptation.queue_bytes": "it is always 64 MiB",
+    "adaptation.queue_entries": "it is always 4096",
+    "adaptation.samples_kept": "it is always 4096",
+    "adaptation.stream_bytes": "it is always 256 MiB",
+    "adaptation.stride": "samples never overlap",
+    "adaptation.top_n": "it is always 32",
+    "adaptation.window": "it is always 64",
+    "adapter.canary": "a new variant drafts for half of a kind of text until it pays",
+    "adapter.full_samples": "an update learns from adapter.interval texts",
+    "adapter.head_samples": "an update learns from adapter.interval texts",
+    "adapter.nice": "it is always 19",
+    "adapter.variants": "it is always 4",
+    "adapter.versions_kept": "it is always 8",
+    "bandit.alpha": "it is always 0.10",
+    "bandit.always_queries": "set adapter.interval",
+    "bandit.blocked_queries": "it is always 2",
+    "bandit.certainty": "it is always 0",
+    "bandit.cold_events": "it is always 8",
+    "bandit.epsilon_first": "it is always 0.30",
+    "bandit.epsilon_last": "it is always 0.10",
+    "bandit.exploration": "it is always 0",
+    "bandit.horizon": "it is always adapter.interval",
+    "bandit.interval": "set adapter.interval",
+    "bandit.least_signal": "it is always 5",
+    "bandit.load_factor": "queries of any load are compared",
+    "bandit.patience": "a measurement has no limit",
+    "bandit.policy": "set adapter.policy",
+    "bandit.seed": "it is always 0",
+    "bandit.warmup_queries": "it is always 10",
+    "drafter.blocks": "it is always 2",
+    "drafter.rank_guided": "it is always true, but for a chain",
+    "drafter.widths": "it is always 2, 4, 6, 10, but for a chain",
+    "drift.canary_certainty": "there is no canary",
+    "drift.canary_limit": "there is no canary",
+    "drift.canary_queries": "a new variant drafts for half of a kind of text until it pays",
+    "drift.canary_tolerance": "there is no canary",
+    "drift.certainty": "it is always 0",
+    "drift.collapse": "tau has to fall over three windows",
+    "drift.window": "it is always adapter.interval",
+    "drift.windows": "it is always 3",
+    "learner.batch": "it is always 4",
+    "learner.blocks": "it is always 1",
+    "learner.clip": "it is always 0.5",
+    "learner.device": "set adapter.device",
+    "learner.every": "it is always 4",
+    "learner.full_passes": "texts are read up to 4 times",
+    "learner.full_rate": "it is always 0.002",
+    "learner.head_passes": "texts are read up to 4 times",
+    "learner.head_rate": "it is always 0.01",
+    "learner.penalty": "it is always 0.01",
+    "learner.seed": "it is always 0",
+    "learner.steps": "it is always 7",
+    "learner.valid_prefix": "it is always false",
+    "limits.prompt_chars": "it is always 1048576",
+    "limits.weights_bytes": "it is always 4 GiB",
+    "orchestrator.reopens": "it is always 4",
+    "verifier.batch_wait_ms": "it is always 50",
+    "verifier.block_size": "it is always 32",
+    "verifier.prefill_rows": "it is always 512",
 }
-"""Settings that became constants, and the value of each. This table is kept for one release."""
+"""Settings that are gone, and what holds in their place. This table is kept for one release."""
 
 
 class Settings(BaseSettings):
@@ -109,9 +126,6 @@ class Settings(BaseSettings):
     orchestrator: OrchestratorSettings = OrchestratorSettings()
     adaptation: AdaptationSettings = AdaptationSettings()
     adapter: AdapterSettings = AdapterSettings()
-    bandit: BanditSettings = BanditSettings()
-    drift: DriftSettings = DriftSettings()
-    learner: LearnerSettings = LearnerSettings()
 
     def nearby_drafters(self) -> dict[str, Settings]:
         """The settings of each head of `verifier.drafters`, by its name.
@@ -151,10 +165,10 @@ def _names() -> list[str]:
 
 
 def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
-    """The error for a name that is no setting: what it always is if it was one, else the nearest name that is."""
+    """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
     name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
-    if name in _REMOVED:
-        return InvalidField(what, f"is no setting any more: it is always {_REMOVED[name]}")
+    if name in REMOVED:
+        return InvalidField(what, f"is no setting any more: {REMOVED[name]}")
     near = difflib.get_close_matches(near_to or what, list(known), n=1)
     return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
 
@@ -197,6 +211,8 @@ def _explained(error: ValidationError) -> InvalidField:
     where = [str(part) for part in first["loc"]]
     if first["type"] != "extra_forbidden":
         return InvalidField(".".join(where), first["msg"])
+    if isinstance(first["input"], dict):  # a section, perhaps one whose settings are gone
+        where += [name for name in first["input"] if f"{where[0]}.{name}" in REMOVED][:1]
     return _no_such(".".join(where), [*Settings.model_fields, *_names()])
 
 

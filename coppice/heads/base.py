@@ -81,18 +81,6 @@ class Growth:
     """of each node its place in the session's prediction, from 1, or 0; empty when there is none"""
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """How far a head was from the target's token where its draft left the text."""
-
-    value: float
-    """1 - r, r the probability at T=1 that the head gave the token; 1 when its vocabulary does not have it"""
-    hidden: NDArray[np.float32]
-    """(hidden,) normed state that the token was predicted from"""
-    previous: int = 0
-    """the token before it"""
-
-
 class Swap(Protocol):
     """A head's new weights beside those that draft, ready to be exchanged."""
 
@@ -135,7 +123,7 @@ class Head(ABC):
         """Forget session `key`, whose opening may have failed or never begun: an unknown key is no error."""
 
     @abstractmethod
-    def advance(self, key: int, advance: Advance) -> Miss | None:
+    def advance(self, key: int, advance: Advance) -> float | None:
         """Append committed ids, the earlier root first, with their features and the rejection if they were sent.
 
         `key` must be open. This changes one session alone; forwards are left to `draft`, where sessions share them.

@@ -31,7 +31,7 @@ from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import compile_ahead, prepack
 from coppice.engine.rows import Tail
 from coppice.errors import InvalidField, Overloaded, StaleFence
-from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
+from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
 from coppice.heads.models.layers import DraftModel
 from coppice.heads.ranking import NOTHING, Noise, Ranking, noise_there, places, target_ids
@@ -268,7 +268,7 @@ class FeatureHead(Head):
         if session is not None:
             self.pool.free(session.table)
 
-    def advance(self, key: int, advance: Advance) -> Miss | None:
+    def advance(self, key: int, advance: Advance) -> float | None:
         """Remember ids and features; their rows ride on the next draft's first forward."""
         if not advance.ids:
             return None
@@ -321,7 +321,7 @@ class FeatureHead(Head):
         return session.last_draft
 
     @torch.inference_mode()
-    def _miss(self, session: FeatureSession, advance: Advance) -> Miss | None:
+    def _miss(self, session: FeatureSession, advance: Advance) -> float | None:
         """Return by how much the last draft missed the target's token; `advance` is not taken yet.
 
         None when the rejection is not about that draft, or other weights made it.
@@ -334,12 +334,12 @@ class FeatureHead(Head):
             return None
         previous = advance.ids[rejection.position - len(session.ids) - 1]
         self._use(session)
-        logits, normed = self.model.read_behind(state[None], self._tensor([previous]))
         places = np.flatnonzero(self.ranking.ids == rejection.target_id)
-        chance = logits[0].float().softmax(-1)[places[:1].tolist()]
-        answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
-        value = 1.0 - float(answer[-1]) if len(places) else 1.0
-        return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy(), previous)
+        if not len(places):
+            return 1.0
+        logits, _ = self.model.read_behind(state[None], self._tensor([previous]))
+        miss = 1.0 - float(logits[0].float().softmax(-1)[int(places[0])])
+        return float(np.float32(min(1.0, max(0.0, miss))))
 
     # --- rows ---
 

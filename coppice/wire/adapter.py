@@ -17,17 +17,12 @@ STANDING_BY = "standing by"
 @carried_by(adapter.ActionStatus)
 @dataclass(frozen=True, slots=True)
 class ActionStatus:
-    """One action of the bandit."""
+    """One arm of the decision rule."""
 
     action: str
     value: Finite | None
-    """tokens/s gained for each unit of s; None: not measured yet"""
-    error: Finite
-    """its standard error"""
+    """expected gain for each unit of the signal, by policy in tokens/s or share of them; None: not measured yet"""
     updates: Count
-    samples: Count
-    """waiting, of the `capacity` that an update takes"""
-    capacity: Count
 
 
 @carried_by(adapter.KindStatus)
@@ -45,7 +40,7 @@ class KindStatus:
     """drafts for the others"""
     share: Finite
     gain: Finite
-    """share of tau that `variant` gains over `other`"""
+    """share of tokens/s that `variant` gains over `other`"""
     error: Finite
     """its standard error"""
     measured: Count

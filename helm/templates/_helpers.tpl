@@ -22,7 +22,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 verifier: {module: services.verifier, service: coppice.v1.VerifierService, port: 50052, computes: verifier}
 drafter: {module: services.drafter, service: coppice.v1.DrafterService, port: 50053, computes: drafter}
 orchestrator: {module: orchestrator, service: coppice.v1.GenerationService, port: 50051}
-adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50061, computes: learner}
+adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50061, computes: adapter}
 redis: {port: {{ .Values.redis.port }}}
 {{- end }}
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from coppice.adaptation.picture import SMOOTHING, change_look, moving_mean
 from coppice.client.completion import Completion
+from coppice.commands.adapter import SMOOTHING, change_look, moving_mean
 from coppice.config.adaptation import PolicyName
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
@@ -25,24 +25,15 @@ from lab.options import Options
 from lab.report import Check, Report, Row, exactness_checks, make_row
 
 NEVER, BANDIT = "never", "bandit"
-TRAINED = ("head", "full", "variant")
+TRAINED = ("head", "full")
 """what a change is called that put newly trained weights to use"""
 LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
 LEAST_SPEEDUP = 1.12
 """over never, of 300 queries"""
 BUDGET = 12  # draft nodes verified a step
-DEMO_FLAGS = {
-    "bandit.interval": "10",
-    "bandit.certainty": "0",
-    "bandit.alpha": "0.3",
-    "adapter.full_samples": "44",
-    "adapter.head_samples": "128",
-    "adaptation.window": "32",
-    "adaptation.stride": "8",
-    "drift.window": "10",
-}
-"""Of the policies that overwrite: intervals and buffers fit for a stream of a few hundred queries."""
+INTERVAL = 10
+"""adapter.interval of the other policies: fit for a stream of a few hundred queries"""
 
 STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
 
@@ -81,12 +72,9 @@ class AdaptRow:
 
 def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]]:
     """The stack that all lanes are variants of, the lanes, and what they are asked. Raises InvalidField."""
-    policies = options.methods or [
-        NEVER,
-        *(name for name in get_args(PolicyName) if name not in (NEVER, BANDIT)),
-        BANDIT,
-    ]
-    for option, given, known in (("what", [options.what], tuple(STREAMS)), ("methods", policies, get_args(PolicyName))):
+    known_policies = (NEVER, *get_args(PolicyName))
+    policies = options.methods or [NEVER, *(name for name in get_args(PolicyName) if name != BANDIT), BANDIT]
+    for option, given, known in (("what", [options.what], tuple(STREAMS)), ("methods", policies, known_policies)):
         if unknown := [name for name in given if name not in known]:
             raise InvalidField(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
     head, most = HeadSpec.parse(options.head), 2 * len(programs())
@@ -101,9 +89,7 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
 
 def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
     """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
-    flags = {} if policy == BANDIT else DEMO_FLAGS
-    signals = {name: value for name, value in flags.items() if name.startswith("adaptation.")}
-    extra = {"adapter": {**flags, "bandit.policy": policy}, "drafter": signals, "orchestrator": signals}
+    extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
     return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
 
 
@@ -134,7 +120,7 @@ def report_lanes(
         report.goals += shift_goals(rows)
     elif STORIES in parts:
         report.goals += turn_goals(rows, stream)
-    report.figures = {"settings": DEMO_FLAGS, "stream": [query.part for query in stream]}
+    report.figures = {"interval": INTERVAL, "stream": [query.part for query in stream]}
     return rows
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.limits import MAX_HISTORY

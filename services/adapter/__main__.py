@@ -19,7 +19,7 @@ async def serve(settings: Settings) -> int:
     for head in settings.adapter.heads:
         check_model("adapter.heads", head.partition("=")[2])
     check_model("adapter.target", settings.adapter.target)
-    from .adapting import serve as adapt  # torch comes with it
+    from .service import serve as adapt  # torch comes with it
 
     return await adapt(settings)
 

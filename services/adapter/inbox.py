@@ -18,24 +18,24 @@ import structlog
 from redis.exceptions import RedisError
 
 from coppice import failpoints
-from coppice.adaptation.record_queue import Stream
-from coppice.adaptation.records import (
+from coppice.backoff import Backoff
+from coppice.config.adaptation import AdaptationSettings
+from coppice.errors import InvalidField, Unavailable
+from coppice.rpc.redis_connection import Connection
+from coppice.signals.records import (
     NUMBER,
     SENDER,
     Fields,
+    Stream,
     demand_key,
     queries_key,
     read_query,
     read_sample,
     samples_key,
 )
-from coppice.backoff import Backoff
-from coppice.config.adaptation import AdaptationSettings
-from coppice.errors import InvalidField, Unavailable
-from coppice.rpc.redis_connection import Connection
 from coppice.telemetry import AdapterMetrics
 
-from .head_loop import HeadLoop
+from .loop import HeadLoop
 
 log = structlog.get_logger()
 

@@ -1,109 +1,121 @@
-"""What one head's adapter remembers, on disk as one JSON file that is complete or the one before."""
+"""What one head's adapter remembers: one JSON file and the latest versions of the weights.
+
+Every file is complete or the one before: written beside its place, flushed, renamed into it.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import structlog
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
-from coppice.adaptation.record_queue import Stream
-from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
+from coppice.signals.records import QueryRecord, Stream
+from coppice.weights.variants import in_deployed
 from coppice.weights.versions import Weights
 from coppice.wire.adapter import Change, QueryPoint
 
-from .atomic import replace_file
-from .bandit import BanditState
-from .drift import DriftState
-
-PROVEN_SHARE = 15 / 16
-"""of a kind's texts for a variant that pays: the rest goes on being measured against it"""
-_FIRST_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
-_PRIOR_DRAG = 0.15  # share of its speed that serving is expected to lose while an update trains
-
-
-class Gain(BaseModel):
-    """What a variant gains over what drafts for the rest of its kind of text, in the same minutes."""
-
-    share: float = 0.0
-    """of tau"""
-    error: float = 0.0
-    """standard error"""
-    variant: int = 0
-    """queries that it drafted"""
-    others: int = 0
-    """queries that it was compared with"""
-
-
-class KindState(BaseModel):
-    """All that is known of a kind."""
-
-    centre: list[float]
-    spread: float = _FIRST_SPREAD
-    """mean squared distance from the centre"""
-    queries: int = 0
-    last: int = 0
-    """number of the latest query"""
-    query_s: float = 0.0
-    """mean seconds of a query"""
-    tau: float = 1.0
-    """mean accepted length with the deployed weights"""
-    variant: int = 0
-    """what drafts for `share` of the texts; 0: the deployed weights"""
-    share: float = 0.0
-    other: int = 0
-    """what drafts for the others"""
-    since: int = 0
-    """version of the weights that the measurements below begin with"""
-    with_variant: list[float] = []
-    with_other: list[float] = []
-    learnt: int = 0
-    """queries before the last update"""
-    updates: int = 0
-    failures: int = 0
-    """in a row that were no better"""
-    expected_gain: float | None = None
-    """of the next update, share of tau; None: nothing is known of it"""
-
-    @property
-    def young(self) -> bool:
-        """Whether its variant has to be measured yet."""
-        return 0 < self.share < PROVEN_SHARE
-
-
-class KindsState(BaseModel):
-    """All kinds, by place; None: a place that no kind has."""
-
-    kinds: list[KindState | None] = []
-    queries: int = 0
-    step_s: float = 0.0
-    """mean time of a step while nothing is trained"""
-    drag: float = _PRIOR_DRAG
-    """share by which steps were longer while something was"""
-
+from .decide import BanditState
+from .paper import PaperState
 
 log = structlog.get_logger()
 
 FILE = "state.json"
 _CHANGES = 200
 _VERSIONS = 16  # whose hashes and accepted lengths are remembered
+_NAME = re.compile(r"version-(\d{8,})\.safetensors")
 
 
-class OverwritingState(BaseModel):
-    """What is known of updates that overwrite the head."""
+class BadFile(ValueError):
+    """A file is not there, is not what was written, or is of other weights."""
 
-    bandit: BanditState = BanditState()
-    drift: DriftState = DriftState()
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Replace the file by `data`."""
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, file)
+
+
+def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors and the metadata of a file. Raises BadFile."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise BadFile(f"{file}: {error}") from None
+
+
+class Versions:
+    """A folder of at most `most` versions. The newest and the good one are never deleted to make room."""
+
+    def __init__(self, folder: Path, deployed: Weights, most: int = 8) -> None:
+        """`deployed` are the weights that versions are changes of; they are version 0, and have no file."""
+        if most < 2:
+            raise ValueError("the newest and the good version need two places")
+        self.folder, self.deployed, self._most = folder, deployed, most
+        self.good = 0
+        """the version to go back to"""
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(".*.partial"):  # of a process that ended meanwhile
+            partial.unlink()
+
+    def numbers(self) -> list[int]:
+        """List the versions on disk, ascending."""
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def save(self, weights: Weights) -> None:
+        """Write the tensors that differ from version 0, complete or not at all; the oldest versions make room.
+
+        Raises ValueError for a number that is there already.
+        """
+        if weights.version < 1 or weights.version in self.numbers():
+            raise ValueError(f"version {weights.version} is there already")
+        changed = {name: weights.tensors[name].contiguous() for name in weights.differing(self.deployed)}
+        replace_file(self._file(weights.version), save(changed, {"weights_hash": weights.hash.hex()}))
+        numbers = self.numbers()
+        old = [number for number in numbers if number not in (numbers[-1], self.good)]
+        for number in old[: max(0, len(numbers) - self._most)]:
+            self._file(number).unlink()
+
+    def load(self, number: int) -> Weights:
+        """Read a version.
+
+        Raises BadFile when there is none, its file is damaged, it is of another head, or of an adapter that overwrote
+        the head's own tensors, as those before variants did.
+        """
+        if not number:
+            return self.deployed
+        file = self._file(number)
+        changed, facts = _read_safetensors(file)
+        if overwritten := [name for name in changed if in_deployed(name)]:
+            raise BadFile(f"{file} overwrites {overwritten[0]}, as adapters before variants did; it is not read")
+        weights = self.deployed.changed(changed, number)
+        if weights.hash.hex() != facts.get("weights_hash"):
+            raise BadFile(f"{file} is damaged or of another head")
+        return weights
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"version-{number:08d}.safetensors"
 
 
 class State(BaseModel):
     """Everything that outlives the process. What records changed and how far they were read is saved together."""
 
-    overwriting: OverwritingState = OverwritingState()
-    kinds: KindsState = KindsState()
+    bandit: BanditState = BanditState()
+    paper: PaperState = PaperState()
     positions: dict[Stream, Annotated[str, Field(pattern=r"^\d+-\d+$")]] = {}
     """the id of the last entry that was read of each stream"""
     numbers: dict[Stream, dict[str, int]] = {}
@@ -112,7 +124,7 @@ class State(BaseModel):
     live: int = 0
     """the version that is to be in use"""
     good: int = 0
-    """the last version that drift control found good"""
+    """the last version that was found good"""
     newest: int = 0
     """the highest number that was ever given to a version"""
     queries: int = 0
@@ -123,6 +135,16 @@ class State(BaseModel):
     history: list[QueryPoint] = []
     changes: list[Change] = []
     _file: Path = PrivateAttr(Path(FILE))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_format(cls, values: Any) -> Any:
+        """Take the kinds of text of an adapter that measured variants by accepted lengths, without its measurements."""
+        if isinstance(values, dict) and "kinds" in values:
+            values["bandit"] = values.pop("kinds")
+            for kind in filter(None, values["bandit"].get("kinds", ())):
+                kind["with_variant"] = kind["with_other"] = []
+        return values
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
-from coppice.adaptation.producer import Producer
 from coppice.config.model_folder import check_model
 from coppice.config.sections import FEATURE_KINDS
 from coppice.config.settings import Settings
@@ -16,6 +15,7 @@ from coppice.heads.registry import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.server import Serving
+from coppice.signals.producer import Producer
 from coppice.telemetry import SessionMetrics, SignalMetrics
 
 from .following import LocalVerifier, Verifiers
@@ -49,9 +49,8 @@ class Drafters:
         settings = next(iter(each.values()))
         metrics = SessionMetrics("drafter", registry)
         self.registry = metrics.registry
-        adaptation = settings.adaptation
-        self._producer = Producer(adaptation, SignalMetrics(metrics.registry), list(each))
-        self._sends = bool(adaptation.redis)
+        self._producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), list(each))
+        self._sends = bool(settings.adaptation.redis)
         self.workers = {name: self._worker(name, own, metrics, host) for name, own in each.items()}
         allowed = settings.drafter.verifiers
         known = directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
@@ -61,8 +60,7 @@ class Drafters:
         self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers, ahead)
 
     def _worker(self, name: str, own: Settings, metrics: SessionMetrics, host: BatchingThread | None) -> Worker:
-        window, stride = own.adaptation.window, own.adaptation.stride
-        samples = Samples(self._producer, name, window, stride) if self._sends else None
+        samples = Samples(self._producer, name) if self._sends else None
         return Worker(lambda: served_head(own.drafter), metrics, own.drafter.max_context, samples, host)
 
     async def start(self) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from coppice import failpoints
 from coppice.errors import CoppiceError, Overloaded, StaleFence
-from coppice.heads.base import DraftJob, Growth, Miss
+from coppice.heads.base import DraftJob, Growth
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.wire.common import Fence, Rejection, committed_hash
+from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import DraftOpened, DraftStep, TreeDelta
 
 from .samples import Window
@@ -92,15 +92,6 @@ class Text:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """What the draft before a step missed by, and what a sample of it needs."""
-
-    miss: Miss
-    rejection: Rejection
-    version: int
-
-
 @dataclass(slots=True)
 class Waiting:
     """A step that is not drafted yet, and the parts of its tree that were not sent yet."""
@@ -110,7 +101,8 @@ class Waiting:
     fence: Fence
     arrived_ns: int
     job: DraftJob
-    missed: Missed | None
+    miss: float | None
+    """1 - r of the draft before it"""
     parts: list[Growth] = field(default_factory=list)
     is_sent: bool = False
     """in part"""
@@ -132,7 +124,7 @@ class Waiting:
             self.fence.deadline_ns,
         )
         nodes = garbage(tree.nodes) if failpoints.hit("drafter.garbage") else tree.nodes
-        miss = self.missed.miss.value if self.missed and not self.is_sent else None
+        miss = None if self.is_sent else self.miss
         total_ns = time.perf_counter_ns() - self.arrived_ns
         made = made if len(made) > 1 else ()
         self.parts.clear()

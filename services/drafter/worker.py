@@ -20,8 +20,8 @@ from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
-from .samples import Samples
-from .session import Answer, Missed, Session, Text, Waiting
+from .samples import Samples, Window
+from .session import Answer, Session, Text, Waiting
 
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging
@@ -120,9 +120,8 @@ class Worker(BatchingThread):
             self._open_some()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
-        samples = self._samples
-        sampled = samples and opening.features is not None and (opening.want_misses or samples.of_texts)
-        window = samples.window() if samples and sampled else None
+        sampled = self._samples is not None and opening.features is not None and self._samples.wanted
+        window = Window() if sampled else None
         text = Text(opening.session, opening.sampling, opening.coupled, opening.want_q_rows, window)
         self._texts[session] = text
         self._openings.append((session, self._opening(session, text, opening)))
@@ -157,7 +156,7 @@ class Worker(BatchingThread):
         if text is None:  # the session failed meanwhile
             return
         try:
-            missed = self._advance(session, text, step)
+            miss = self._advance(session, text, step)
         except Exception as error:
             self._fail(session, error)
             return
@@ -166,19 +165,17 @@ class Worker(BatchingThread):
             return
         self._rejoin.came(session, arrived_ns / 1e9)
         job = DraftJob(session.key, step.root, text.length, step.budget, text.sampling, text.coupled, text.want_q_rows)
-        self._waiting[session] = Waiting(session, text, step.fence, arrived_ns, job, missed)
+        self._waiting[session] = Waiting(session, text, step.fence, arrived_ns, job, miss)
 
-    def _advance(self, session: Session, text: Text, step: DraftStep) -> Missed | None:
+    def _advance(self, session: Session, text: Text, step: DraftStep) -> float | None:
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
         text.advance(step)
         miss = None if self._is_too_long(session, text) else self._head.advance(session.key, advance)
         if self._samples and text.window is not None and advance.ids and advance.features is not None:
             text.window.append(advance.ids, advance.features)
-            self._samples.offer_text(text.name, text.window, self._version, ended=False)
-        if miss is None or advance.rejection is None:
-            return None
-        return Missed(miss, advance.rejection, self._version)
+            self._samples.offer(text.name, text.window, ended=False)
+        return miss
 
     def _is_too_long(self, session: Session, text: Text) -> bool:
         """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
@@ -191,7 +188,7 @@ class Worker(BatchingThread):
     def _take_close(self, session: Session) -> None:
         text = self._texts.get(session)
         if self._samples and text is not None and text.window is not None:
-            self._samples.offer_text(text.name, text.window, self._version, ended=True)
+            self._samples.offer(text.name, text.window, ended=True)
         self._forget(session)
         try:
             self._head.close(session.key)
@@ -252,10 +249,6 @@ class Worker(BatchingThread):
         took = (ended - began) / 1e9
         self.served(took, [step.session for step in waiting if step.is_done], ended / 1e9)
         self._metrics.forward_seconds.observe(took)
-        for step in waiting:
-            missed, step.missed, window = step.missed, None, step.text.window
-            if missed and self._samples and window is not None:  # now that the draft is out
-                self._samples.offer(step.text.name, window, missed.version, missed.rejection, missed.miss)
 
     def _send_as_it_grows(self, waiting: list[Waiting]) -> None:
         """Draft, and post the parts of the trees; while there is time, a part goes out with the next one.

@@ -45,8 +45,7 @@ OWN = {
     "directory": {"redis"},
     "orchestrator": {"target", "verifiers", "heads", "tokens", "http_port"},
     "adaptation": {"redis"},
-    "adapter": {"target", "heads", "drafters", "folder"},
-    "learner": {"device"},
+    "adapter": {"target", "heads", "drafters", "folder", "device"},
 }
 # Mappings of values in which any key goes, since they are names that others choose.
 FREE = {"labels", "annotations", "podAnnotations", "nodeSelector", "matchLabels", "requests", "limits"}

@@ -303,9 +303,9 @@ def test_the_chart_knows_no_other_kinds() -> None:
 
 
 def test_large_numbers_stay_whole() -> None:
-    values = {"settings": {"adaptation": {"stream_bytes": 1 << 40}, "drift": {}}}
+    values = {"settings": {"adaptation": {"timeout_s": 1 << 40}, "tls": {}}}
     (told,) = {
-        environment(pod["spec"]["containers"][0])["COPPICE_ADAPTATION__STREAM_BYTES"]
+        environment(pod["spec"]["containers"][0])["COPPICE_ADAPTATION__TIMEOUT_S"]
         for pod in services(objects_in(manifests(values))).values()
     }
     assert told == str(1 << 40)

@@ -14,7 +14,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.adapt.adapt import (
-    DEMO_FLAGS,
+    INTERVAL,
     AdaptRow,
     Part,
     adapt_lines,
@@ -126,9 +126,6 @@ def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
     assert (never.adapt, never.adapted) == (False, ())
     always = spec_for("always", HeadSpec.shipped("specblock-code"), base)
     assert [head.name for head in always.adapted] == ["specblock-code"]
-    assert always.extra["adapter"] == DEMO_FLAGS | {"bandit.policy": "always"}
-    assert (
-        always.extra["drafter"] == always.extra["orchestrator"] == {"adaptation.window": "32", "adaptation.stride": "8"}
-    )
+    assert always.extra["adapter"] == {"adapter.policy": "always", "adapter.interval": INTERVAL}
     with pytest.raises(InvalidField, match="no head can be adapted"):
         StackSpec.demo(heads=(HeadSpec("lookup", "lookup"),), adapt=True)

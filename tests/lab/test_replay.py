@@ -6,26 +6,24 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
-from coppice.adaptation.records import Sample
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import SpecBlockHead
-from coppice.heads.checkpoints import read_output
 from coppice.prompts.files import demo_prompts
+from coppice.signals.records import Sample, SampleFacts
 from coppice.speculation.tree import DraftTree
 from coppice.training.answers import Answer
 from coppice.training.data import load_tokenizer
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
 from lab.paper.rank import answers, replay, replay_all
-from services.adapter.learner import Learner, Recipe
+from services.adapter.decide import Arm
+from services.adapter.learn import Learner
 from tests.pushes import swap
 from tests.unit.test_head_commands import head, place
 
@@ -70,49 +68,22 @@ def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: 
     assert found.steps == steps
 
 
-def window_samples(texts: Sequence[tuple[Answer, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
-    """Full samples of at most `width` positions behind every `stride`-th token of the answers.
-
-    They are what a drafter would send that missed there; output: (V, H), the target's output matrix.
-    """
-    samples = []
-    for text, prompt in texts:
-        for position in range(prompt + stride, len(text.ids), stride):
-            start = max(0, position - width)
-            log_probs, ids = (text.final[position - 1].float() @ output.T).log_softmax(-1).topk(16)
-            samples.append(
-                Sample(
-                    kind="full",
-                    version=0,
-                    session="replay",
-                    position=position,
-                    target_id=int(text.ids[position]),
-                    miss=1.0,
-                    tail=float(1 - log_probs.exp().sum()),
-                    top_ids=ids.numpy(),
-                    top_log_probs=log_probs.numpy(),
-                    hidden=np.zeros(1, np.float32),
-                    tokens=text.ids[start : position + 1].numpy().astype(np.int64),
-                    features=text.features[start:position].float().numpy().tobytes(),
-                )
-            )
-    return samples
-
-
 def test_the_demo_head_of_code_learns_stories() -> None:
-    """Two updates from windows of three stories, drafting along the same stories."""
+    """An update from three stories, drafting along the same stories."""
     prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
     tokenizer = load_tokenizer(DEMO / "target")
     texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
-    made = Learner(DEMO / "specblock-code", DEMO / "target", recipe=Recipe(batch=4))
-    samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
+    learner = Learner(DEMO / "specblock-code", DEMO / "target")
+    samples = [
+        Sample(SampleFacts("s", len(text.ids) - 1), text.ids.numpy(), text.features[:-1].float().numpy().tobytes())
+        for text, _ in texts
+    ]
     head = SpecBlockHead(
         DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
     )
     before = replay_all(head, texts, 12).tau
-    updates = [made.step("full", samples) for _ in range(2)]
-    assert updates[-1].loss_after < updates[0].loss_before - 5  # nats, of eight slots together
-    swap(head, head.weights.changed(made.changed(), 1))
+    _, tensors = learner.learn(Arm.FULL, {}, samples * 8, [])
+    swap(head, head.weights.changed(tensors, 1))
     assert replay_all(head, texts, 12).tau > before + 0.3
 
 

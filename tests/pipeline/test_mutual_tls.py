@@ -16,7 +16,7 @@ import grpc
 import pytest
 from playwright.sync_api import expect
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
 from coppice.heads.checkpoints import load_head, public_weights
@@ -26,7 +26,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target

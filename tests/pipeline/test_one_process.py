@@ -19,7 +19,7 @@ from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 from tests.pushes import Push, altered
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import Unavailable
 from coppice.rpc.channels import Dialer
@@ -27,7 +27,7 @@ from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
 from coppice.wire.generation import Chunk
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.adaptation import QUICK
 from tests.mortal_head import DIES, FAILS
@@ -81,7 +81,7 @@ def stack(
             "orchestrator.heads": ["block=redis", "mortal=redis"],
             "orchestrator.draft_deadline_ms": 20_000,
         },
-        "adapter": {**QUICK["adapter"], "adapter.drafters": "block=redis"},
+        "adapter": {**QUICK, "adapter.drafters": "block=redis"},
     }
     spec = StackSpec(
         target=target,
@@ -93,7 +93,7 @@ def stack(
         verifiers=2,
         adapt=True,
         extra={
-            **{role: {**QUICK["drafter"], **at, **authority.flags(role), **more} for role, more in found.items()},
+            **{role: {**at, **authority.flags(role), **more} for role, more in found.items()},
             "drafter": {"drafter.verifiers": "redis"},
         },
     )

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from coppice.adaptation.records import Demand, QueryRecord, Sample, demand_key
 from coppice.client.client import Client
+from coppice.signals.records import Demand, Sample, demand_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
-from tests.pipeline.test_feature_heads import DRAFT_VOCAB, KINDS, PROMPTS, VOCAB, heads, target
+from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.signals import counts, eventually, queries, samples
 from tests.unit.test_feature_heads import HIDDEN
 
 __all__ = ["heads", "target"]  # fixtures
 
-NEW, WINDOW = 40, 16
+NEW = 40
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 POLICIES = ("single:block", "single:eagle", "route", "merge")
 
@@ -47,12 +47,7 @@ def stack(
     target: Path, heads: dict[str, Path], redis: LocalRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     """Both heads; drafts are waited for, so that none is superseded."""
-    told = {
-        "adaptation.redis": redis.url,
-        "adaptation.window": WINDOW,
-        "adaptation.stride": 1,
-        "adaptation.timeout_s": 0.5,
-    }
+    told = {"adaptation.redis": redis.url, "adaptation.timeout_s": 0.5}
     spec = StackSpec(
         target=target,
         heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
@@ -88,7 +83,7 @@ def demand(store: Redis, stack: Stack, client: Client, wanted: Demand) -> None:
     def heard(head: str) -> bool:
         asked[head] += 1
         client.generate(PROMPTS[1], policy=f"single:{head}", max_new_tokens=NEW, ignore_eos=True)
-        return eventually(lambda: any(one.kind == wanted for one in samples(store, head)), 0.5)
+        return eventually(lambda: bool(samples(store, head)), 0.5)
 
     assert all(eventually(lambda head=head: heard(head)) for head in KINDS)  # type: ignore[misc]
     # A query is told behind its samples: one that comes later would be counted with the next.
@@ -118,7 +113,7 @@ def generated(client: Client, policy: str, sampling: SamplingParams) -> tuple[li
 def test_queries_and_samples_arrive_and_add_up(
     stack: Stack, client: Client, reference: Reference, store: Redis, sampling: SamplingParams
 ) -> None:
-    demand(store, stack, client, "full")
+    demand(store, stack, client, "misses")
     plain = client.generate(PROMPTS[2], policy="plain", sampling=sampling, max_new_tokens=NEW, ignore_eos=True).ids
     if not sampling.temperature:
         assert plain == reference.greedy(PROMPTS[2], NEW).ids
@@ -130,68 +125,43 @@ def test_queries_and_samples_arrive_and_add_up(
         asked = [head for head in KINDS if policy in (f"single:{head}", "route", "merge")]
         assert eventually(lambda asked=asked: all(queries(store, head) for head in asked))  # type: ignore[misc]
         assert eventually(lambda: all(counts(address).settled for address in metrics(stack).values()))
-        found = {head: queries(store, head)[0] for head in asked}
-        missed = {head: [one for one in samples(store, head) if one.session == found[head].session] for head in asked}
         for head in asked:
-            check_query(found[head], policy, steps, missed[head])
-            check_samples(missed[head], text)
-        total = sum(record.rejections for record in found.values())
-        assert total > 3
-        assert policy == "merge" or total == left  # one head's tree was verified, and it alone says what it missed
+            (record,) = queries(store, head)
+            assert (record.steps, record.versions, record.new_tokens) == (steps, (0, 0), NEW)
+            assert record.tau == pytest.approx((NEW - 1) / steps)  # the first token came with the prompt
+            assert record.tokens_per_s > 0
+            assert 0 < record.s <= steps
+            assert policy == "merge" or len(asked) > 1 or record.s <= left
+            check_samples([each for each in samples(store, head) if each.session == record.session], text)
         assert not any(queries(store, head) or samples(store, head) for head in set(KINDS) - set(asked))
     assert all(not counts(address).dropped for address in metrics(stack).values())
 
 
-def check_query(record: QueryRecord, policy: str, steps: int, missed: list[Sample]) -> None:
-    assert (record.policy, record.steps, record.versions, record.load) == (policy, steps, (0, 0), 1.0)
-    assert record.new_tokens == NEW
-    assert record.tau == pytest.approx((NEW - 1) / steps)  # the first token came with the prompt
-    assert record.rejections == len(missed) <= steps
-    assert record.s == pytest.approx(sum(one.miss for one in missed), rel=1e-12)
-    assert min(record.tokens_per_s, record.step_ns, record.draft_ns) > 0
+def check_samples(texts: list[Sample], text: list[int]) -> None:
+    """They are windows of the text, none of a position twice, with a row of features for each token but the last."""
+    assert texts
+    ends = [each.facts.position + 1 for each in texts]
+    assert ends == sorted(set(ends))
+    for each, end in zip(texts, ends, strict=True):
+        assert each.tokens.tolist() == text[end - len(each.tokens) : end]
+        assert each.feature_rows().shape == (len(each.tokens) - 1, 3 * HIDDEN)
 
 
-def check_samples(missed: list[Sample], text: list[int]) -> None:
-    """Each is about a position of the text, in order, and holds the text up to there."""
-    positions = [one.position for one in missed]
-    assert positions == sorted(set(positions))
-    for one in missed:
-        end = one.position + 1
-        if end <= len(text):
-            assert one.target_id == text[one.position]
-            assert one.tokens.tolist() == text[end - 1 - WINDOW : end]
-        assert one.feature_rows().shape == (WINDOW, 3 * HIDDEN)
-        assert one.hidden.shape == (HIDDEN,)
-        assert 0 <= one.miss <= 1
-        if len(one.top_ids):
-            assert (len(one.top_ids), one.tail < 1e-4) == (VOCAB, True)
-    assert DRAFT_VOCAB < VOCAB
-
-
-def test_head_samples_hold_no_text_and_where_only_misses_are_wanted_there_are_none(
-    stack: Stack, client: Client, store: Redis
-) -> None:
-    demand(store, stack, client, "head")
-    generated(client, "single:block", GREEDY)
-    assert eventually(lambda: len(samples(store, "block")) > 3)
-    assert {(one.kind, len(one.tokens), one.features) for one in samples(store, "block")} == {("head", 0, b"")}
-    for head in KINDS:
-        store.set(demand_key("coppice", head), "misses")
+def test_where_texts_alone_are_wanted_no_head_says_what_it_misses(stack: Stack, client: Client, store: Redis) -> None:
+    demand(store, stack, client, "texts")
 
     def silent() -> bool:
-        before = counts(metrics(stack)["drafter-block"]).produced
         generated(client, "single:block", GREEDY)
-        return counts(metrics(stack)["drafter-block"]).produced == before
+        return eventually(lambda: bool(queries(store, "block")), 1.0) and queries(store, "block")[-1].s == 0.0
 
     assert eventually(silent)
-    seen = queries(store, "block")
-    assert seen[-1].rejections > 3  # misses are told all the same
+    assert samples(store, "block")
 
 
 def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_counted(
     stack: Stack, client: Client, reference: Reference, redis: LocalRedis, store: Redis
 ) -> None:
-    demand(store, stack, client, "full")
+    demand(store, stack, client, "misses")
     lost = {name: counts(address) for name, address in metrics(stack).items()}
     ids: list[int] = []
     phases = iter((20, 120, 220, 10_000))
@@ -209,12 +179,12 @@ def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_coun
                 redis.stop()
                 redis.start()
                 for head in KINDS:
-                    store.set(demand_key("coppice", head), "full")
+                    store.set(demand_key("coppice", head), "misses")
             else:
                 store.flushall()
     assert phase == 3
     assert tuple(ids) == reference.greedy(PROMPTS[2], 400).ids
-    demand(store, stack, client, "full")  # all of it works again, and everything was sent or dropped
+    demand(store, stack, client, "misses")  # all of it works again, and everything was sent or dropped
     generated(client, "merge", GREEDY)
     assert eventually(lambda: len(queries(store, "block")) == len(queries(store, "eagle")) == 1)
     for name, address in metrics(stack).items():

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,29 @@ import pytest
 import torch
 from redis import Redis
 
-from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.records import (
-    Kind,
+from coppice.client.adapter import AdapterClient
+from coppice.config.settings import load_settings
+from coppice.errors import InvalidField, NotFound, StaleFence, Unavailable
+from coppice.limits import SKETCH
+from coppice.rpc.channels import Dialer
+from coppice.signals.records import (
     QueryRecord,
     Sample,
+    SampleFacts,
     demand_key,
     queries_key,
     query_to_fields,
     sample_to_fields,
     samples_key,
 )
-from coppice.config.settings import load_settings
-from coppice.errors import InvalidField, NotFound, StaleFence, Unavailable
-from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
 from coppice.wire.adapter import STANDING_BY, HeadStatus
 from coppice.wire.drafter import HeadDescription
 from services.adapter.__main__ import serve
-from services.adapter.replicas import MOST_AHEAD, DrafterLink
+from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE
+from services.adapter.push import MOST_AHEAD, DrafterLink
 from services.adapter.state import FILE
 from tests.processes import Service
 from tests.pushes import altered
@@ -57,6 +58,8 @@ __all__ = ["redis"]  # the fixture
 
 HEAD = "block"
 KILLS = 20 if os.environ.get("COPPICE_PROOF") else 2
+LENGTH = 24
+PAPER, ALWAYS = ("adapter.policy", "full-only"), ("adapter.policy", "always")
 StartService = Callable[..., Service]
 Claim = Callable[[HeadStatus], bool]
 Feed = Callable[[HeadStatus], None]
@@ -107,26 +110,20 @@ class Bench:
         return made
 
     def adapter(self, *flags: str) -> Service:
-        """Small buffers and windows, no warm-up to speak of; later flags win."""
-        told = {
+        """Quick to learn and to look; later flags win."""
+        options = {
             "adaptation.redis": self.redis.url,
             "adaptation.timeout_s": "0.5",
             "adapter.target": str(self._target),
             "adapter.heads": f"{HEAD}={self._head}",
             "adapter.folder": str(self._folder),
-            "adapter.head_samples": "4",
-            "adapter.full_samples": "2",
+            "adapter.interval": "2",
             "adapter.poll_s": "0.2",
             "adapter.lease_s": "1",
-            "bandit.warmup_queries": "2",
-            "bandit.interval": "3",
-            "bandit.policy": "head-only",
-            "drift.window": "4",
-            "drift.canary_queries": "3",
-            "learner.head_rate": "0.01",
+            "adapter.cpu_share": "1",
         } | dict(zip(flags[::2], flags[1::2], strict=True))
-        pairs = [(f"--{name}", value) for name, value in told.items()]
-        if "adapter.drafters" not in told:
+        pairs = [(f"--{name}", value) for name, value in options.items()]
+        if "adapter.drafters" not in options:
             pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
         return self._start("services.adapter", *itertools.chain(*pairs))
 
@@ -139,20 +136,37 @@ class Bench:
     def store(self) -> Redis:
         return Redis.from_url(self.redis.url, socket_timeout=5)
 
-    def query(self, version: int = 0, samples: int = 2, kind: Kind = "head", **told: Any) -> None:
-        """One query that ended, and its samples before it."""
+    def query(self, version: int = 0, learnable: bool = True, samples: int = 1, **facts: Any) -> None:
+        """One query that ended, and a text of it before it."""
         session, store = f"q{next(numbers)}", self.store
-        for number in range(samples):
-            store.xadd(
-                samples_key("coppice", HEAD),
-                as_entry(sample_to_fields(sample(session, version, kind, self.draft_ids[number]))),
-            )
-        store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record(session, version, **told))))
+        for _ in range(samples):
+            store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(self.text(session, learnable))))
+        store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record(session, version, **facts))))
+
+    def text(self, session: str, learnable: bool = True) -> Sample:
+        """A text of a few tokens that follow each other, or of any tokens by chance."""
+        rng = np.random.default_rng(int(session[1:]))
+        ids = self.draft_ids
+        tokens = np.array([ids[at % 5] if learnable else int(rng.choice(ids)) for at in range(LENGTH)])
+        features = rng.standard_normal((LENGTH - 1, 3 * HIDDEN)).astype("<f4")
+        return Sample(SampleFacts(session, LENGTH), tokens, features.tobytes())
 
     def answer(self, status: HeadStatus) -> None:
-        """A query on the live version, and a sample of each kind."""
-        self.query(status.version, 1, "full")
-        self.query(status.version, 2, "head")
+        """Two queries on the live version."""
+        self.query(status.version)
+        self.query(status.version)
+
+    def ask(self, status: HeadStatus, rates: tuple[float, float] = (20.0, 20.0), learnable: bool = True) -> None:
+        """A query of one kind of text, as a drafter with the live routes would serve it.
+
+        rates: tokens/s with the variant that drafts for a share of the kind, and with the other one.
+        """
+        kind, number = status.kinds[0] if status.kinds else None, next(numbers) // 2  # each query takes one too
+        variant = kind.variant if kind and kind.share and number % 2 else kind.other if kind else 0
+        first = kind is not None and kind.share > 0 and variant == kind.variant
+        facts: dict[str, Any] = {"kind": kind.kind if kind and status.version else 0, "variant": variant}
+        rate = rates[0 if first else 1] + 0.1 * (number % 7)
+        self.query(status.version, learnable, tokens_per_s=rate, sketch=SKETCH_OF_A_KIND, s=0.0, **facts)
 
     def until(self, adapter: Service, claim: Claim, feed: Feed | None = None) -> Any:
         """Feed until the status is as claimed; returns it."""
@@ -170,11 +184,11 @@ class Bench:
         """What every drafter uses."""
 
         async def ask() -> list[HeadDescription]:
-            found = []
+            descriptions = []
             for address in self.addresses:
                 async with DrafterLink(address, Dialer()) as replica:
-                    found.append(await replica.describe())
-            return found
+                    descriptions.append(await replica.describe())
+            return descriptions
 
         return asyncio.run(ask())
 
@@ -193,27 +207,12 @@ def as_entry(fields: Any) -> Any:
     return fields
 
 
-def record(session: str, version: int, tau: float = 2.0, tokens_per_s: float = 50.0, s: float = 9.0) -> QueryRecord:
-    return QueryRecord(session, s, 12, tau, 40, 20, tokens_per_s, 9, 9, (version, version), 1.0, f"single:{HEAD}")
+SKETCH_OF_A_KIND = tuple(np.eye(SKETCH)[0].tolist())
 
 
-def sample(session: str, version: int, kind: Kind, token: int) -> Sample:
-    rng = np.random.default_rng(token)
-    tokens = np.append(rng.integers(0, VOCAB, 12), token)
-    return Sample(
-        kind=kind,
-        version=version,
-        session=session,
-        position=40,
-        target_id=token,
-        miss=0.9,
-        tail=0.1,
-        top_ids=tokens[-1:],
-        top_log_probs=np.array([-0.1], np.float32),
-        hidden=rng.standard_normal(HIDDEN).astype(np.float32),
-        tokens=tokens if kind == "full" else np.empty(0, np.int64),
-        features=rng.standard_normal((12, 3 * HIDDEN)).astype("<f4").tobytes() if kind == "full" else b"",
-    )
+def record(session: str, version: int, **facts: Any) -> QueryRecord:
+    usual: dict[str, Any] = {"s": 9.0, "tau": 2.0, "new_tokens": 40, "steps": 20, "tokens_per_s": 50.0}
+    return QueryRecord(session=session, versions=(version, version), **usual | facts)
 
 
 def metric(adapter: Service, name: str) -> dict[str, float]:
@@ -226,30 +225,77 @@ def metric(adapter: Service, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, value in found}
 
 
-def test_updates_reach_every_replica_and_one_that_comes_late(bench: Bench, first: Weights) -> None:
+@pytest.mark.parametrize("kind", ["specblock", "dspark"], indirect=True)
+def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven_and_can_be_taken_back(
+    bench: Bench, first: Weights
+) -> None:
     bench.drafter()
     late = bench.drafter()
     port = int(late.address.rpartition(":")[2])
     late.stop()
-    adapter = bench.adapter("adapter.canary", "false")
+    adapter = bench.adapter()
     assert {one.reachable for one in bench.until(adapter, lambda status: True).replicas} == {True, False}
-    status = bench.until(adapter, lambda status: status.version >= 1, bench.answer)
-    assert [change.what for change in status.changes] == ["head"] * len(status.changes)
-    assert status.weights_hash != first.hash
+    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"texts")
+    status = bench.until(adapter, lambda now: bool(now.changes), bench.ask)
+    assert status.changes[0].what in ("head", "full")
+    assert {point.action for point in status.history} == {"skip", status.changes[0].what}
+    assert (status.kinds[0].variant, status.kinds[0].share, status.kinds[0].other) == (1, YOUNG_SHARE, 0)
     bench.drafter(port)
-    status = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
-    live = bench.live()
-    assert {one.weights_hash for one in live} == {status.weights_hash}
-    assert {one.weights_version for one in live} == {status.version}
-    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"head")
-    assert metric(adapter, "coppice_adapter_updates_total")[f'{{action="head",head="{HEAD}"}}'] >= 1
+    bench.until(adapter, lambda now: all(one.current for one in now.replicas))
+    assert {one.weights_hash for one in bench.live()} == {status.weights_hash} != {first.hash}
+    assert {one.weights_version for one in bench.live()} == {status.version}
+    status = bench.until(adapter, lambda now: len(now.changes) > 1, lambda now: bench.ask(now, (30.0, 20.0)))
+    assert (status.changes[1].what, status.kinds[0].share) == ("pays", PROVEN_SHARE)
+    assert sum(metric(adapter, "coppice_adapter_updates_total").values()) >= 1
+    with AdapterClient(adapter.address) as client:
+        client.rollback(HEAD, 0)
+    status = bench.until(adapter, lambda now: all(one.current for one in now.replicas))
+    assert (status.kinds[0].variant, status.kinds[0].share) == (0, 0.0)
+    assert {one.weights_hash for one in bench.live()} == {first.hash}
     assert adapter.stop() == 0
+
+
+@pytest.mark.parametrize("learnable", [True, False], ids=["poisoned", "random"])
+def test_a_variant_of_bad_texts_never_drafts_for_more_than_its_first_share(bench: Bench, learnable: bool) -> None:
+    bench.drafter()
+    adapter = bench.adapter()
+    shares = set[float]()
+
+    def feed(status: HeadStatus) -> None:
+        shares.update(kind.share for kind in status.kinds)
+        bench.ask(status, (12.0, 20.0), learnable)
+
+    loses = lambda now: any(one.what == "loses" for one in now.changes)  # noqa: E731
+    status = bench.until(adapter, lambda now: loses(now) or now.queries > 100, feed)
+    shares.update(kind.share for kind in status.kinds)
+    assert shares <= {0.0, YOUNG_SHARE}
+    if learnable:  # texts that teach something, and not what is asked for
+        assert (status.reverts, status.kinds[0].share) == (1, 0.0)
+    else:  # nothing is learnt that held-out texts show
+        assert not status.changes
+
+
+def test_accepted_length_that_falls_over_three_windows_brings_the_good_weights_back(
+    bench: Bench, first: Weights
+) -> None:
+    bench.drafter()
+    adapter = bench.adapter(*PAPER)
+    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"misses")
+    status = bench.until(adapter, lambda now: now.version == 1, lambda now: bench.query(tau=4.0))
+    assert status.weights_hash != first.hash
+    taus = (3.0 - 0.01 * number for number in itertools.count())
+    status = bench.until(
+        adapter, lambda now: now.reverts > 0, lambda now: bench.query(now.version, samples=0, tau=next(taus))
+    )
+    assert status.changes[-1].what == "revert"
+    bench.until(adapter, lambda now: all(one.current for one in now.replicas))
+    assert all(action.value is None for action in status.actions)
 
 
 def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(bench: Bench, tmp_path: Path) -> None:
     drafter = bench.drafter()
     port = int(drafter.address.rpartition(":")[2])
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     before = bench.until(adapter, lambda status: status.version >= 2, bench.answer)
     with AdapterClient(adapter.address) as client:
         client.pause()
@@ -259,7 +305,7 @@ def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(bench
     assert adapter.stop() == 0
     drafter.stop()
     bench.drafter(port)  # at version 0 again
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     after = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
     assert (after.version, after.weights_hash, after.paused) == (before.version, before.weights_hash, True)
     assert (after.queries, after.events, after.changes) == (before.queries, before.events, before.changes)
@@ -270,66 +316,22 @@ def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(bench
     (state / "learner.safetensors").write_bytes(b"damaged")
     newest = state / f"version-{after.version:08d}.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     again = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
     assert again.version > after.version  # earlier values under a new number
     assert again.weights_hash != after.weights_hash
     adapter.stop()
     (state / "state.json").write_bytes(b"{")
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     empty = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
     assert (empty.queries, empty.paused) == (0, False)
     known = again.version  # the number that the drafter has for the weights
-    bench.until(adapter, lambda now: now.version > known, lambda _: bench.query(version=known, kind="full"))
-
-
-@pytest.mark.parametrize("kind", ["specblock", "dspark"], indirect=True)
-def test_a_canary_is_refused_or_promoted_by_its_tau(bench: Bench, first: Weights) -> None:
-    bench.drafter()
-    bench.drafter()
-    adapter = bench.adapter()
-    status = bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
-    assert (status.version, [one.version for one in status.replicas]) == (0, [1, 0])
-    for _ in range(5):
-        bench.query(version=0, tau=3.0)
-        bench.query(version=1, tau=1.2)
-    status = bench.until(adapter, lambda status: bool(status.changes) and all(one.current for one in status.replicas))
-    assert status.changes[-1].what == "refused"
-    assert status.weights_hash == first.hash == bench.live()[0].weights_hash == bench.live()[1].weights_hash
-    version = status.version
-    status = bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
-    canary = max(one.version for one in status.replicas)
-    for _ in range(5):
-        bench.query(version=version, tau=3.0, samples=0)
-        bench.query(version=0, tau=3.0, samples=0)  # the other replica's number of the same weights
-        bench.query(version=canary, tau=3.5, samples=0)
-    status = bench.until(adapter, lambda now: now.version == canary and all(one.current for one in now.replicas))
-    assert {one.weights_hash for one in bench.live()} == {status.weights_hash} != {first.hash}
-    assert metric(adapter, "coppice_adapter_canaries_total") == {
-        f'{{head="{HEAD}",verdict="refused"}}': 1.0,
-        f'{{head="{HEAD}",verdict="promoted"}}': 1.0,
-    }
-
-
-def test_a_collapse_brings_the_good_weights_back(bench: Bench, first: Weights) -> None:
-    bench.drafter()
-    adapter = bench.adapter("bandit.interval", "8")
-    for _ in range(4):  # a window on version 0
-        bench.query(tau=4.0, samples=0)
-    bench.until(adapter, lambda status: status.queries == 4)
-    status = bench.until(adapter, lambda status: status.version == 1, lambda _: bench.query(tau=4.0))
-    for number in range(12):
-        bench.query(version=1, tau=1.1 + 0.01 * (number % 3), samples=0)
-    status = bench.until(adapter, lambda status: status.reverts == 1)
-    assert status.changes[-1].what == "revert"
-    assert (status.weights_hash, bench.live()[0].weights_hash) == (first.hash, first.hash)
-    assert status.version > 1
-    assert all(one.value is None for one in status.actions)
+    bench.until(adapter, lambda now: now.version > known, lambda _: bench.query(version=known))
 
 
 def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> None:
     bench.drafter()
-    adapter = bench.adapter("bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         line = [str(Path(sys.executable).with_name("coppice")), "adapter", *arguments, "--address", adapter.address]
@@ -342,7 +344,7 @@ def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> N
         bench.query(version=status.version)
     paused = bench.until(adapter, lambda now: now.queries == status.queries + 5)
     assert (paused.version, paused.events) == (status.version, status.events)
-    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"misses")
+    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) is None)
     done = command("rollback", "--version", "0")
     assert (done.returncode, done.stdout) == (0, f"version {status.version + 1} is in use\n")
     assert bench.live()[0].weights_hash == first.hash
@@ -362,7 +364,7 @@ def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> N
 
 def test_a_stranger_is_told_what_is_wrong(bench: Bench) -> None:
     bench.drafter()
-    adapter = bench.adapter()
+    adapter = bench.adapter(*ALWAYS)
     with AdapterClient(adapter.address) as client:
         with pytest.raises(NotFound, match="head other is not adapted here; there are block"):
             client.status("other")
@@ -381,7 +383,7 @@ def test_a_stranger_is_told_what_is_wrong(bench: Bench) -> None:
 
 def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> None:
     bench.drafter()
-    adapter = bench.adapter("bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     version = bench.until(adapter, lambda status: status.version >= 1, bench.answer).version
     bench.store.flushall()
     version = bench.until(adapter, lambda status: status.version > version, bench.answer).version
@@ -405,14 +407,14 @@ def test_an_adapter_that_is_killed_at_any_moment_leaves_drafters_it_can_take_up_
     chance = random.Random(3)
     newest = 0
     for left in reversed(range(KILLS)):
-        adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+        adapter = bench.adapter(*ALWAYS)
         until = time.monotonic() + chance.uniform(0.2, 1.5)
         while time.monotonic() < until or not (left or bench.live()[0].weights_version):  # the last has done something
-            bench.query(version=bench.live()[0].weights_version, kind="full")
+            bench.query(version=bench.live()[0].weights_version)
         adapter.kill()
         assert bench.live()[0].weights_version >= newest
         newest = bench.live()[0].weights_version
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     status = bench.until(adapter, lambda status: [one.current for one in status.replicas] == [True])
     assert bench.live()[0].weights_hash == status.weights_hash
     assert status.version >= newest > 0
@@ -441,7 +443,7 @@ def test_an_adapter_that_is_killed_reads_every_query_once(bench: Bench) -> None:
 
 def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Weights) -> None:
     bench.drafter()
-    adapter = bench.adapter("bandit.policy", "never")
+    adapter = bench.adapter()
     bench.until(adapter, lambda status: True)
 
     async def push() -> None:
@@ -459,25 +461,9 @@ async def push(address: str, parent: Weights, weights: Weights) -> None:
         await replica.push(*pack_update(HEAD, parent, weights))
 
 
-def test_weights_that_somebody_else_pushed_are_replaced_while_a_canary_is_out(bench: Bench, first: Weights) -> None:
-    bench.drafter()
-    bench.drafter()
-    adapter = bench.adapter("drift.canary_queries", "50")
-    bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
-    canary = next(one for one in bench.live() if one.weights_hash != first.hash)
-    for address in bench.addresses:
-        asyncio.run(push(address, first, altered(first, 6, version=40)))
-    status = bench.until(adapter, lambda status: all(one.current and one.version > 40 for one in status.replicas))
-    assert {one.weights_hash for one in bench.live()} == {first.hash, canary.weights_hash}
-    assert (status.doing, status.weights_hash) == ("canary", first.hash)
-    for _ in range(3):  # its queries still count for it
-        bench.query(version=next(one.weights_version for one in bench.live() if one.weights_hash != first.hash))
-    bench.until(adapter, lambda now: now.queries >= status.queries + 3)
-
-
 def test_a_version_that_nobody_can_have_made_is_refused_and_remembered_by_nobody(bench: Bench, first: Weights) -> None:
     bench.drafter()
-    adapter = bench.adapter("bandit.interval", "1")
+    adapter = bench.adapter(*ALWAYS)
     for version in (1 << 64) - 1, 1 << 62, 1 << 53, (1 << 20) + 1:
         with pytest.raises(InvalidField, match="version"):
             asyncio.run(push(bench.addresses[0], first, altered(first, 7, version=version)))
@@ -491,7 +477,7 @@ def test_a_version_that_nobody_can_have_made_is_refused_and_remembered_by_nobody
 def test_versions_that_drafters_make_up_are_remembered_by_nobody(bench: Bench) -> None:
     """Neither in what the adapter shows nor in what it keeps, where they would take the place of true ones."""
     bench.drafter()
-    adapter = bench.adapter("bandit.policy", "never")
+    adapter = bench.adapter()
     bench.query(version=0, samples=0)
     for version in range(20):
         bench.query(version=(1 << 52) + version, samples=0)
@@ -530,7 +516,7 @@ async def test_a_drafter_that_is_always_ahead_is_left_alone(bench: Bench, first:
     liar = Liar()
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], liar) as server:
         bench.addresses.append(server.address)
-        adapter = await asyncio.to_thread(bench.adapter, "adapter.canary", "false")
+        adapter = await asyncio.to_thread(bench.adapter, *ALWAYS)
         until = functools.partial(asyncio.to_thread, bench.until, adapter)
         served = lambda status: any(one.current for one in status.replicas)  # noqa: E731
         await asyncio.sleep(4)  # twenty looks
@@ -548,27 +534,11 @@ def large(weights: Weights) -> Weights:
     return weights.changed({name: torch.zeros((8 << 20) // width, width)}, weights.version + 1)
 
 
-def test_a_sample_of_another_width_is_counted_and_spoils_no_batch(bench: Bench) -> None:
-    bench.drafter()
-    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
-    for kind in ("head", "full"):
-        good = sample("odd", 0, kind, bench.draft_ids[0])
-        wide = replace(good, hidden=np.zeros(2 * HIDDEN, np.float32))
-        bench.store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(wide)))
-    rows = len(good.tokens) - 1
-    wide = replace(good, features=np.zeros((rows, 2 * 3 * HIDDEN), np.float32).tobytes(), dtype="float32")
-    bench.store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(wide)))
-    counted = lambda: sum(metric(adapter, "coppice_adapter_records_malformed_total").values())  # noqa: E731
-    assert eventually(lambda: counted() == 3)
-    bench.until(adapter, lambda status: status.version >= 1, lambda _: bench.query(kind="full"))
-    assert not metric(adapter, "coppice_adapter_updates_failed_total")
-
-
 def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:
     registry = ("--directory.redis", bench.redis.url, "--directory.lease_s", "0.6")
     following = ("adapter.drafters", f"{HEAD}=redis", "directory.redis", bench.redis.url, "directory.poll_s", "0.2")
     bench.drafter(0, *registry)
-    flags = (*following, "adapter.canary", "false", "bandit.interval", "1")
+    flags = (*following, *ALWAYS)
     active, other = bench.adapter(*flags), bench.adapter(*flags)
     before = bench.until(active, lambda status: status.version >= 1 and status.doing == "idle", bench.answer)
     standing = bench.until(other, lambda status: status.doing == STANDING_BY)

@@ -11,7 +11,7 @@ import pytest
 
 from coppice.config.adaptation import AdaptationSettings
 from coppice.stack.redis_server import LocalRedis
-from services.adapter.adapting import Lease, LeaseLost, lease_key
+from services.adapter.service import Lease, LeaseLost, lease_key
 from tests.services.test_signal_stream import client_of, redis
 from tests.signals import eventually
 

@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from coppice.adaptation.producer import Producer
 from coppice.config.adaptation import AdaptationSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from coppice.rpc.redis_connection import connect
+from coppice.signals.producer import Producer
 from coppice.stack.redis_server import find_server
 from coppice.telemetry import AdapterMetrics, SignalMetrics
-from services.adapter.adapting import Lease
 from services.adapter.inbox import Inbox
+from services.adapter.service import Lease
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader
 from tests.signals import counts
@@ -90,7 +90,7 @@ def told(running: StrictRedis, user: str, **more: Any) -> AdaptationSettings:
 
 
 async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis) -> None:
-    registry, head = CollectorRegistry(), Reader(demand="full")
+    registry, head = CollectorRegistry(), Reader(demand="texts")
     lease = Lease(told(redis, "coppice-adapter"), lease_s=5.0)
     assert await lease.take()
     producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), ["a"])
@@ -101,7 +101,7 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     for _ in range(3):
         producer.query("a", RECORD)
     async with asyncio.timeout(10):
-        while len(head.taken) < 3 or producer.demand_for("a") != "full":  # noqa: ASYNC110
+        while len(head.taken) < 3 or producer.demand_for("a") != "texts":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         head.demand = ""
         while producer.demand_for("a"):  # noqa: ASYNC110

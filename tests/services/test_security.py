@@ -18,7 +18,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
 from coppice.commands.doctor import find

@@ -18,19 +18,16 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from structlog.testing import capture_logs
 
-from coppice.adaptation.producer import Producer
-from coppice.adaptation.record_queue import BOUNDS, Bounds, Stream
-from coppice.adaptation.records import NUMBER, SENDER, Demand, QueryRecord, Sample, demand_key, query_to_fields
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
+from coppice.signals.producer import BOUNDS, Bounds, Producer
+from coppice.signals.records import NUMBER, SENDER, Demand, QueryRecord, Sample, Stream, demand_key, query_to_fields
 from coppice.stack.redis_server import LocalRedis, find_server
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
 from tests.signals import Counts, counts, eventually, queries, samples
-from tests.unit.test_records import sample
-
-RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 10), 1.0, "route")
+from tests.unit.test_records import RECORD, sample
 
 
 @pytest.fixture
@@ -83,15 +80,15 @@ def client_of(redis: LocalRedis) -> Redis:
 async def test_records_arrive_as_they_were_made(redis: LocalRedis) -> None:
     async with line_to(redis.url) as line:
         line.put(600)  # several batches
-        line.producer.sample("a", sample("head"))
-        line.producer.sample("a", sample("full"))
+        for rows in (3, 4):
+            line.producer.sample("a", sample(rows))
         assert await asyncio.to_thread(eventually, lambda: len(client_of(redis).xrange("coppice:a:queries")) == 600)
         entries: Any = client_of(redis).xrange("coppice:a:queries")
         assert [int(fields[b"n"]) for _, fields in entries] == list(range(1, 601))  # a reader sees what is missing
         assert len({fields[b"by"] for _, fields in entries}) == 1
         await line.until(lambda seen: seen.sent == 602)
     assert queries(client_of(redis), "a") == [RECORD] * 600
-    assert [one.kind for one in samples(client_of(redis), "a")] == ["head", "full"]
+    assert [len(each.tokens) for each in samples(client_of(redis), "a")] == [4, 5]
     assert (line.counts.produced, line.counts.dropped.total()) == (602, 0)
 
 
@@ -111,27 +108,27 @@ async def test_without_redis_the_queue_is_bounded_and_the_rest_is_counted() -> N
 
 async def test_a_queue_is_bounded_in_bytes_and_a_large_record_is_refused() -> None:
     async with line_to("redis://127.0.0.1:1/0", Bounds(queue_bytes=2000, entry_bytes=1000)) as line:
-        line.producer.sample("a", sample("full", rows=50))
+        line.producer.sample("a", sample(rows=50))
         assert line.counts.dropped == {"oversized": 1}
-        line.put(20)
+        line.put(40)
         assert line.counts.dropped["full"] > 5
 
 
 async def test_bytes_a_second_are_bounded(redis: LocalRedis) -> None:
     async with line_to(redis.url, Bounds(bytes_per_s=2000)) as line:
-        line.put(20)
+        line.put(40)
         dropped = line.counts.dropped["rate"]
-        assert 5 < dropped < 20
+        assert 5 < dropped < 40
         await asyncio.sleep(1.0)
         line.put(1)
-        await line.until(lambda seen: seen.sent == 21 - dropped)
+        await line.until(lambda seen: seen.sent == 41 - dropped)
 
 
 async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: LocalRedis) -> None:
-    async with line_to(redis.url, Bounds(queries_kept=100), stream_bytes=20_000) as line:
+    async with line_to(redis.url, Bounds(queries_kept=100, stream_bytes=20_000)) as line:
         line.put(1000)
         for _ in range(50):
-            line.producer.sample("a", sample("full", rows=100))  # 2.4 kB and names
+            line.producer.sample("a", sample(rows=100))  # 2.4 kB and names
         await line.until(lambda seen: seen.settled)
     assert 100 <= len(queries(client_of(redis), "a")) <= 300
     assert len(samples(client_of(redis), "a")) <= 20
@@ -210,12 +207,12 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
 
     async with line_to(redis.url) as line:
         assert line.producer.demand_for("a") == ""
-        client.set(demand_key("coppice", "b"), "full")
-        client.set(demand_key("coppice", "a"), "head", px=1500)
-        await until("head")
+        client.set(demand_key("coppice", "b"), "texts")
+        client.set(demand_key("coppice", "a"), "misses", px=1500)
+        await until("misses")
         await until("")  # it ran out
-        client.set(demand_key("coppice", "a"), "full")
-        await until("full")
+        client.set(demand_key("coppice", "a"), "texts")
+        await until("texts")
         calls: Any = client.info("commandstats")
         before, began = calls["cmdstat_get"]["calls"], time.monotonic()
         await asyncio.sleep(2.0)
@@ -379,7 +376,7 @@ async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_
 
 
 async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRedis) -> None:
-    reader, client = Reader(demand="text"), client_of(redis)
+    reader, client = Reader(demand="texts"), client_of(redis)
     async with inbox_of(redis, Reader()):
         pass  # notes where the stream ends
     reader.positions = {"queries": "0-0", "samples": "0-0"}
@@ -390,7 +387,7 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
             await reader.until(30)
             assert client.get(demand_key("coppice", "a")) is None
             client.config_set("maxmemory", 0)
-            assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("coppice", "a")) == b"text")
+            assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("coppice", "a")) == b"texts")
     refused = [each["event"] for each in logs if each["key"] == "coppice:a:demand"]
     assert refused == ["redis refuses a key", "redis takes a key"]
 

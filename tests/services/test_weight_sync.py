@@ -23,7 +23,7 @@ from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights
 from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 from tests.feeds import fed
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from coppice.adaptation import picture
-from coppice.adaptation.records import Kind, QueryRecord, Sample
-from coppice.config.adaptation import BanditSettings
+from coppice.commands import adapter as adapter_command
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
 from coppice.v1 import adapter_pb2
 from coppice.weights.versions import Weights
 from coppice.wire import adapter
 from coppice.wire.adapter import ActionStatus, Change, HeadStatus, KindStatus, QueryPoint, ReplicaStatus, VersionStatus
-from services.adapter.bandit import Action, Bandit, BanditState, Query, Trigger
-from services.adapter.buffers import Buffers
-from services.adapter.sorting import SAMPLES, SESSIONS, Sorting
+from services.adapter.groups import SAMPLES, SESSIONS, Groups
 from services.adapter.state import FILE, State
-from tests.unit.test_records import sample
+from tests.unit.test_records import RECORD, sample
 
-RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 9), 1.0, "route")
 STATUS = HeadStatus(
     head="a",
     policy="paper",
@@ -37,7 +32,7 @@ STATUS = HeadStatus(
     queries=5,
     events=2,
     reverts=1,
-    actions=[ActionStatus("head", None, 0.0, 0, 1, 2), ActionStatus("full", 0.0, 0.5, 2, 1, 2)],
+    actions=[ActionStatus("head", None, 0), ActionStatus("full", 0.0, 2)],
     replicas=[ReplicaStatus("x:1", True, 3, True), ReplicaStatus("x:2", False, 0, False)],
     kinds=[KindStatus(1, 40, 1.8, 2, 0, 0.5, 0.25, 0.125, 9, 33, 1, 2.5, 1.5)],
     versions=[VersionStatus(0, 3, 1.5), VersionStatus(3, 2, 2.5)],
@@ -80,7 +75,7 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     state = State.load(tmp_path)
     state.paused, state.live = True, state.next_number()
     state.know(weights(1.0, 1))
-    state.overwriting.bandit.queries = 7
+    state.bandit.queries = state.paper.queries = 7
     state.change(STATUS.changes[0])
     state.positions["queries"] = "17-2"
     state.observe(RECORD, 1, "full")
@@ -88,8 +83,14 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     state.save()
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
-    assert (again.queries, again.taus, again.newest, again.overwriting.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
+    assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
     assert [point.version for point in again.history] == [1, None]
+    earlier = {"kinds": {"kinds": [{"centre": [1.0], "with_variant": [2.5], "queries": 9}, None]}, "overwriting": {}}
+    (tmp_path / FILE).write_text(json.dumps(earlier | {"queries": 3}))
+    again = State.load(tmp_path)
+    kind = again.bandit.kinds[0]
+    assert kind is not None
+    assert (again.queries, kind.queries, kind.with_variant, again.bandit.kinds[1]) == (3, 9, [], None)
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)
         assert State.load(tmp_path).model_dump() == State().model_dump()
@@ -118,82 +119,36 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
     assert [state.lived_on(versions) for versions in ((4, 9), (4, 5), (5, 77), (77, 4))] == [6, None, None, None]
 
 
-# --- the bandit's foresight, and events that were never live ---
+# --- texts until they are learnt from ---
 
 
-def test_expected_says_what_decide_will_and_changes_nothing() -> None:
-    bandit = Bandit(BanditSettings(policy="paper", warmup_queries=3, exploration=0.2))
-    bandit.epsilon = (1.0, 1.0)
-    for number in range(200):
-        query = Query(s=6.0 + number % 5, tokens_per_s=50.0, version=0)
-        before = bandit.state.model_copy(deep=True)
-        expected = bandit.expected(query)
-        assert bandit.state == before
-        assert bandit.decide(query) == expected
-        trigger = bandit.due(expected, query, 1, 1)
-        if trigger is not None:
-            bandit.synced(trigger, 0)
-
-
-def test_a_refused_event_counts_and_is_measured_side_by_side() -> None:
-    bandit = Bandit(BanditSettings(policy="paper", alpha=0.5), BanditState(queries=30))
-    bandit.refused(Trigger(action=Action.FULL, s=10.0, query=30), [50.0, 52.0], [41.0, 41.0])
-    assert bandit.state.values[Action.FULL].value == pytest.approx(-1.0)
-    assert (bandit.state.events, bandit.state.blocked, bandit.state.updates) == (1, 2, {Action.FULL: 1})
-    assert bandit.state.interval is None
-    bandit.refused(Trigger(action=Action.FULL, s=1.0, query=31), [50.0, 52.0], [90.0, 90.0])  # too little signal
-    assert bandit.state.values[Action.FULL].value == pytest.approx(-1.0)
-
-
-# --- samples until their query ends ---
-
-
-def sorting_into(head: int, full: int) -> tuple[Sorting[Action], Buffers, Counter[str]]:
-    """Sorting into buffers of these sizes, where 9 is a draft id, and what was dropped by reason."""
+def test_texts_join_the_group_that_their_query_is_of_and_some_are_held_out() -> None:
     dropped = Counter[str]()
-
-    def drop(count: int, why: str) -> None:
-        dropped[why] += count
-
-    buffers = Buffers({"head": head, "full": full}, {9}, drop)
-    return Sorting(buffers.keep, drop), buffers, dropped
-
-
-def test_samples_go_to_the_buffer_that_their_query_chose_or_are_counted() -> None:
-    sorting, buffers, dropped = sorting_into(10, 2)
-
-    def missed(session: str, kind: Kind, token: int = 9) -> Sample:
-        made = sample(kind, session=session)
-        return replace(made, target_id=token)
-
-    for kind in ("head", "full", "full", "full"):
-        sorting.take(missed("one", kind))
-    assert buffers.size("full") == 0
-    sorting.claim("one", Action.FULL)
-    assert (buffers.size("full"), dropped["unfit"], dropped["overflow"]) == (2, 1, 1)
-    sorting.take(missed("one", "full"))  # late
-    assert dropped["overflow"] == 2
-    sorting.take(missed("two", "full"))
-    sorting.take(missed("two", "head"))
-    sorting.take(missed("two", "head", 5))
-    sorting.claim("two", Action.HEAD)
-    assert (buffers.size("head"), dropped["outside"]) == (2, 1)
-    assert {one.kind for one in buffers.take("head")} == {"head"}
-    sorting.take(missed("three", "head"))
-    sorting.claim("three", Action.SKIP)
-    assert dropped["skipped"] == 1
+    groups = Groups(lambda count, reason: dropped.update({reason: count}))
+    for _ in range(7):
+        groups.take(sample(session="one"))
+    assert groups.of(1) == ([], [])
+    groups.claim("one", 1)
+    groups.take(sample(session="one"))  # late
+    assert [len(texts) for texts in groups.of(1)] == [7, 1]
+    groups.take(sample(session="two"))
+    groups.claim("two", 0)
+    assert dropped == {"skipped": 1}
+    groups.forget(1)
+    assert (groups.of(1), groups.counts()) == (([], []), {})
 
 
-def test_samples_of_queries_that_never_end_are_bounded() -> None:
-    sorting, _, dropped = sorting_into(1, 1)
+def test_texts_of_queries_that_never_end_are_bounded_and_so_is_a_group() -> None:
+    dropped = Counter[str]()
+    groups = Groups(lambda count, reason: dropped.update({reason: count}))
     for number in range(SESSIONS + 7):
-        sorting.take(sample("head", session=f"s{number}"))
+        groups.take(sample(session=f"s{number}"))
     assert dropped["unclaimed"] == 7
     for _ in range(SAMPLES):
-        sorting.take(sample("head", session="long"))
+        groups.take(sample(session="long"))
     assert dropped["unclaimed"] == SESSIONS + 7
-    sorting.take(sample("head", session="long"))
-    assert dropped["unclaimed"] == SESSIONS + 7 + SAMPLES + 1
+    groups.claim("long", 1)
+    assert [len(texts) for texts in groups.of(1)] == [128, 8]
 
 
 # --- for people ---
@@ -201,12 +156,12 @@ def test_samples_of_queries_that_never_end_are_bounded() -> None:
 
 def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
-    picture.show(STATUS, console)
+    adapter_command.show(STATUS, console)
     text = console.export_text()
     for word in (
         "paused",
         "not measured",
-        "+0.000 ± 0.500",
+        "+0.000",
         "as wanted",
         "does not answer",
         "loss 2 to 1",
@@ -214,10 +169,10 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
         "+25.0% ± 12.5%",
     ):
         assert word in text
-    picture.draw([STATUS, STATUS], tmp_path / "a.png")
+    adapter_command.draw([STATUS, STATUS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_a_moving_mean() -> None:
-    assert picture.moving_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-    assert picture.moving_mean([]) == []
+    assert adapter_command.moving_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert adapter_command.moving_mean([]) == []

@@ -145,18 +145,18 @@ def test_an_unknown_flag_is_an_error_with_a_hint(flag: str, hint: str) -> None:
 
 
 def test_a_setting_that_became_a_constant_says_what_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("drafter: {blocks: 2}")
+    file.write_text("bandit: {policy: paper}")
     with monkeypatch.context() as inner:
         inner.setenv("COPPICE_BANDIT__PATIENCE", "200")
-        with pytest.raises(InvalidField, match="no setting any more: it is always ten times") as seen:
+        with pytest.raises(InvalidField, match="no setting any more: a measurement has no limit") as seen:
             load_settings([])
     assert seen.value.field == "COPPICE_BANDIT__PATIENCE"
     for arguments, field, value in (
-        (["--config", str(file)], "drafter.blocks", "2"),
-        (["--verifier.block_size", "32"], "--verifier.block_size", "32"),
-        (["--learner.valid_prefix=true"], "--learner.valid_prefix", "false"),
+        (["--config", str(file)], "bandit.policy", "set adapter.policy"),
+        (["--verifier.block_size", "32"], "--verifier.block_size", "it is always 32"),
+        (["--learner.valid_prefix=true"], "--learner.valid_prefix", "it is always false"),
     ):
-        with pytest.raises(InvalidField, match=f"is no setting any more: it is always {value}$") as refused:
+        with pytest.raises(InvalidField, match=f"is no setting any more: {value}$") as refused:
             load_settings(arguments)
         assert refused.value.field == field
         monkeypatch.setenv("COPPICE_CONFIG", "")

@@ -20,7 +20,7 @@ from coppice.heads.checkpoints import (
     public_state,
     save_head,
 )
-from services.adapter.learner import Learner
+from services.adapter.learn import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
@@ -15,7 +14,6 @@ from coppice.wire.common import Rejection
 from coppice.wire.drafter import Advance, HeadDescription
 from tests.unit.test_feature_heads import (
     GREEDY,
-    HIDDEN,
     SAMPLED,
     VOCAB,
     Slow,
@@ -72,11 +70,8 @@ def test_misses_at_every_node_of_a_draft_are_those_of_a_full_forward(
         end = 10 + len(path)
         miss = head.advance(0, Advance([text.ids[9], *path], text.inline(9, end), rejection(end, token)))
         assert miss is not None
-        assert miss.value == pytest.approx(slow_miss(slow, path, token), abs=1e-4)
-        assert miss.value == 1.0 or token in slow.ids.tolist()
-        assert miss.previous == [text.ids[9], *path][-1]
-        assert (miss.hidden.shape, miss.hidden.dtype) == ((HIDDEN,), np.float32)
-        torch.testing.assert_close(torch.from_numpy(miss.hidden), slow.said[path][0], atol=1e-3, rtol=1e-3)
+        assert miss == pytest.approx(slow_miss(slow, path, token), abs=1e-4)
+        assert miss == 1.0 or token in slow.ids.tolist()
         head.close(0)
         head.close(1)
 
@@ -91,7 +86,7 @@ def test_a_miss_before_the_end_of_the_committed_path_is_found(kind: str, target:
     slow.tree(text, 0, DraftJob(0, text.ids[9], 9, 31, GREEDY))
     miss = head.advance(0, Advance(text.ids[9:14], text.inline(9, 14), rejection(10, text.ids[10])))
     assert miss is not None
-    assert miss.value == pytest.approx(slow_miss(slow, (), text.ids[10]), abs=1e-4)
+    assert miss == pytest.approx(slow_miss(slow, (), text.ids[10]), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from redis import Redis
 
-from coppice.adaptation.client import AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.heads.checkpoints import load_head, public_weights
@@ -25,25 +25,16 @@ from coppice.telemetry import metric
 from coppice.weights.versions import Weights, pack_update
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from lab.report import Check
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 from tests.faults.campaign.report import FaultRow
 from tests.faults.campaign.rig import Rig, Run, Scenario
 from tests.pushes import CORRUPTIONS, Case, Push, altered
 
-QUICK: Mapping[str, Mapping[str, Any]] = {
-    "adapter": {
-        "adapter.head_samples": 8,
-        "adapter.full_samples": 2,
-        "adapter.poll_s": 0.3,
-        "bandit.policy": "paper",
-        "bandit.warmup_queries": 2,
-        "bandit.interval": 2,
-        "bandit.exploration": 1.0,
-        "bandit.cold_events": 1000,
-        "adaptation.window": 12,
-        "adaptation.stride": 4,
-    },
-    "drafter": {"adaptation.window": 12, "adaptation.stride": 4},
+QUICK: Mapping[str, Any] = {
+    "adapter.policy": "always",
+    "adapter.interval": 2,
+    "adapter.cpu_share": 1.0,
+    "adapter.poll_s": 0.3,
 }
 """Settings under which updates come every few queries"""
 COMES_S = 60.0  # in which an adapter has to come to its failpoint

@@ -19,7 +19,7 @@ from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.generation import Chunk, read_response
 from coppice.wire.verifier import read_target
-from services.adapter.replicas import DrafterLink
+from services.adapter.push import DrafterLink
 
 CALL_S = 5.0
 

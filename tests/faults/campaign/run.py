@@ -64,6 +64,6 @@ def campaign(spec: StackSpec, chosen: Sequence[Scenario], plan: Plan, ledger: Le
 
 def adapting(spec: StackSpec, folder: Path) -> StackSpec:
     """The same beside an adapter that updates often and keeps its state in `folder`."""
-    quick = {**adaptation.QUICK, "adapter": {**adaptation.QUICK["adapter"], "adapter.folder": folder}}
+    quick = {"adapter": {**adaptation.QUICK, "adapter.folder": folder}}
     extra = {role: {**quick.get(role, {}), **spec.extra.get(role, {})} for role in (*quick, *spec.extra)}
     return replace(spec, adapt=True, extra=extra)

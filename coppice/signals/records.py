@@ -1,4 +1,4 @@
-"""What the adapter is told, and how it stands in Redis: a JSON field of plain values, and a field of bytes an array.
+"""Signals for the adapter, as stream entries in Redis: a JSON field of plain values, and a field of bytes an array.
 
 Arrays are little-endian. Whatever is read is checked as if a stranger had written it. Never text: ids and numbers.
 """
@@ -6,7 +6,7 @@ Arrays are little-endian. Whatever is read is checked as if a stranger had writt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
@@ -16,10 +16,9 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from coppice import limits
 from coppice.errors import InvalidField
 
-Kind = Literal["head", "full"]
-Demand = Literal["", "misses", "head", "full", "text"]
-"""what is wanted: nothing; how far drafts missed, without samples of it or with some; or `text`: windows of what was
-committed, each position once"""
+Stream = Literal["queries", "samples"]
+Demand = Literal["", "texts", "misses"]
+"""what is wanted: nothing; samples of what was committed, each position once; or also how far drafts missed"""
 Fields = dict[bytes, bytes]
 """One stream entry"""
 
@@ -69,24 +68,15 @@ class QueryRecord:
 
     session: _Session
     s: _Amount
-    """sum of the head's misses, 1 - r each (SpecBlock, equation 8)"""
-    rejections: _Count
-    """misses it consists of"""
+    """sum of the head's misses, 1 - r each (SpecBlock, equation 8); 0 where only texts are wanted"""
     tau: _Amount
     """mean tokens of a step"""
     new_tokens: _Count
     steps: _Count
     tokens_per_s: _Amount
     """of decoding, without the prefill"""
-    step_ns: _Count
-    """median wall time of a step"""
-    draft_ns: _Count
-    """mean wait for drafts in a step"""
     versions: tuple[_Count, _Count]
     """of the head's weights, first and last seen; equal: the query lived on one version"""
-    load: _Amount
-    """requests running, mean of its start and its end"""
-    policy: Annotated[str, Field(max_length=limits.MAX_POLICY_CHARS)]
     kind: Annotated[int, Field(ge=0, le=limits.MAX_KINDS)] = 0
     """of text that the drafter took the prompt for"""
     variant: Annotated[int, Field(ge=0, le=limits.MAX_VARIANTS)] = 0
@@ -95,53 +85,35 @@ class QueryRecord:
     """what the prompt is like (coppice/weights/variants.py); empty: not known, or several variants drafted"""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SampleFacts:
     """The plain values of a sample."""
 
-    kind: Kind
-    version: _Count
-    """of the weights that drafted"""
     session: _Session
     position: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT)]
-    """absolute position of the token that was missed"""
-    target_id: Annotated[int, Field(ge=0, lt=1 << 31)]
-    """the token"""
-    miss: _Share
-    """1 - r"""
-    tail: _Share
-    """the target's mass outside top_ids"""
+    """absolute position of the last token"""
     dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"
-    """of a full sample's features"""
-    previous_id: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-    """the token before the one that was missed"""
+    """of the features"""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
-class Sample(SampleFacts):
-    """What there is to learn from one miss. `full` ones hold the text before it as the head reads it.
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Sample:
+    """A window of a committed text, as the head reads it."""
 
-    A full sample that is of a text and not of a miss has neither a hidden state nor top ids.
-    """
-
-    top_ids: NDArray[np.int64]
-    """(n,) the target's likeliest ids at T=1; none where the miss is not where its walk ended"""
-    top_log_probs: NDArray[np.float32]
-    """(n,) their raw log-probabilities"""
-    hidden: NDArray[np.float32]
-    """(H,) what the head's last norm gave, the input of its lm_head; of a text: none"""
+    facts: SampleFacts
     tokens: NDArray[np.int64]
-    """full: (W + 1,) ids of the positions before the missed one, and the missed one; head: none"""
-    features: bytes = b""
-    """full: (W, F) target features of all of these positions but the last, row-major; head: none"""
+    """(W + 1,) ids"""
+    features: bytes
+    """(W, F) target features of all of these positions but the last, row-major"""
 
-    def as_head(self) -> Sample:
-        """Return the part that a head-only update reads."""
-        return replace(self, kind="head", tokens=np.empty(0, np.int64), features=b"")
+    @property
+    def session(self) -> str:
+        """The request's name."""
+        return self.facts.session
 
     def feature_rows(self) -> NDArray[np.float32]:
         """Return the (W, F) features as float32."""
-        return _feature_rows(self.features, self.dtype, max(1, len(self.tokens) - 1))
+        return _feature_rows(self.features, self.facts.dtype, len(self.tokens) - 1)
 
 
 _QUERY, _SAMPLE = TypeAdapter(QueryRecord), TypeAdapter(SampleFacts)
@@ -159,16 +131,8 @@ def read_query(fields: Mapping[bytes, bytes]) -> QueryRecord:
 
 def sample_to_fields(sample: Sample) -> Fields:
     """Write a Sample as a stream entry."""
-    facts = SampleFacts(**{name: getattr(sample, name) for name in SampleFacts.__slots__})
-    fields = {
-        b"meta": _SAMPLE.dump_json(facts),
-        b"top_ids": sample.top_ids.astype("<i4").tobytes(),
-        b"top_log_probs": sample.top_log_probs.astype("<f4").tobytes(),
-        b"hidden": sample.hidden.astype("<f4").tobytes(),
-    }
-    if sample.kind == "full":
-        fields |= {b"tokens": sample.tokens.astype("<i4").tobytes(), b"features": sample.features}
-    return fields
+    tokens = sample.tokens.astype("<i4").tobytes()
+    return {b"meta": _SAMPLE.dump_json(sample.facts), b"tokens": tokens, b"features": sample.features}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,38 +140,14 @@ class Widths:
     """What the samples of one head are as wide as; 0 admits any."""
 
     vocab: int = 0
-    hidden: int = 0
     features: int = 0
 
 
 def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sample:
     """Read a stream entry as a Sample of a head. Raises InvalidField."""
-    vocab_size = widths.vocab
     facts = _read_meta(fields, _SAMPLE)
-    limits.check_ids("target_id", [facts.target_id], vocab_size)
-    limits.check_ids("previous_id", [facts.previous_id], vocab_size)
-    top_ids = _ids(fields, "top_ids", 0, limits.MAX_TOP_N, vocab_size)
-    top_log_probs = _floats(fields, "top_log_probs", len(top_ids), len(top_ids))
-    if len(set(top_ids.tolist())) != len(top_ids):
-        raise InvalidField("top_ids", "has an id twice")
-    if (top_log_probs > limits.LOG_PROB_TOLERANCE).any():
-        raise InvalidField("top_log_probs", "has a value above 0")
-    of_text = facts.kind == "full" and not (len(top_ids) or fields.get(b"hidden", b"?"))
-    hidden = _floats(fields, "hidden", 0 if of_text else widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
-    tokens, features = np.empty(0, np.int64), b""
-    if facts.kind == "full":
-        tokens = _ids(fields, "tokens", 3, limits.MAX_WINDOW + 1, vocab_size)
-        if tokens[-1] != facts.target_id:
-            raise InvalidField("tokens", "do not end with the target's")
-        features = _features(fields, len(tokens) - 1, facts.dtype, widths.features)
-    return Sample(
-        **{name: getattr(facts, name) for name in SampleFacts.__slots__},
-        top_ids=top_ids,
-        top_log_probs=top_log_probs,
-        hidden=hidden,
-        tokens=tokens,
-        features=features,
-    )
+    tokens = _ids(fields, "tokens", 3, limits.MAX_WINDOW + 1, widths.vocab)
+    return Sample(facts, tokens, _features(fields, len(tokens) - 1, facts.dtype, widths.features))
 
 
 def size_of(fields: Mapping[bytes, bytes]) -> int:
@@ -249,24 +189,15 @@ def _ids(fields: Mapping[bytes, bytes], name: str, low: int, high: int, vocab_si
     return ids
 
 
-def _floats(fields: Mapping[bytes, bytes], name: str, low: int, high: int) -> NDArray[np.float32]:
-    data = _bytes(fields, name)
-    _count(name, data, low, high)
-    values = np.frombuffer(data, "<f4").astype(np.float32)
-    if not np.isfinite(values).all():
-        raise InvalidField(name, "has a value that is not finite")
-    return values
-
-
-def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str, wanted: int) -> bytes:
-    """Return the features of `rows` positions, checked to be whole rows of finite numbers, `wanted` (0: any) a row."""
+def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str, numbers: int) -> bytes:
+    """Return the features of `rows` positions, checked to be whole rows of finite numbers, so many (0: any) a row."""
     data = _bytes(fields, "features")
     row_bytes, rest = divmod(len(data), rows)
     width, part = divmod(row_bytes, _ITEM_BYTES[dtype])
     if rest or part or not 0 < width <= limits.MAX_FEATURE_LAYERS * limits.MAX_HIDDEN:
         raise InvalidField("features", f"{len(data)} bytes are not {rows} rows of {dtype}")
-    if wanted and width != wanted:
-        raise InvalidField("features", f"a row has {width} numbers, this head's have {wanted}")
+    if numbers and width != numbers:
+        raise InvalidField("features", f"a row has {width} numbers, this head's have {numbers}")
     if not np.isfinite(_feature_rows(data, dtype, rows)).all():
         raise InvalidField("features", "has a value that is not finite")
     return data

@@ -28,6 +28,7 @@ from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
+from coppice.weights.versions import Weights
 from coppice.wire.adapter import (
     read_head_name,
     read_rollback_request,
@@ -37,11 +38,10 @@ from coppice.wire.adapter import (
     status_to_wire,
 )
 
-from .head_loop import HeadLoop
 from .inbox import Inbox
-from .replicas import Replicas
-from .rollout import OnThread
-from .training_copy import TrainingCopy
+from .learn import Learner
+from .loop import HeadLoop, OnThread
+from .push import Replicas
 
 
 class AdapterServicer:
@@ -199,7 +199,7 @@ class _Head:
     """One head's weights, loaded, and where its drafters are."""
 
     name: str
-    training: TrainingCopy
+    learner: Learner
     drafters: Directory
     folder: Path
 
@@ -215,8 +215,8 @@ async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_He
     for name, path in paths.items():
         if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
-        training = await on_thread(TrainingCopy, path, settings, home / name)
-        heads.append(_Head(name, training, drafters[name], home / name))
+        learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
+        heads.append(_Head(name, learner, drafters[name], home / name))
     return heads
 
 
@@ -227,7 +227,7 @@ class _Adapter:
         self._settings, self._heads, self._on_thread, self._metrics = settings, heads, on_thread, metrics
         self._lease = Lease(settings.adaptation, settings.adapter.lease_s)
         metrics.active.set_function(self._lease.held)
-        self.servicer = AdapterServicer([head.name for head in heads], settings.bandit.policy)
+        self.servicer = AdapterServicer([head.name for head in heads], settings.adapter.policy)
         self.decided = asyncio.Event()
         """it adapts, or stands by, or failed"""
 
@@ -261,12 +261,12 @@ class _Adapter:
 
     def _loop(self, head: _Head) -> tuple[Replicas, HeadLoop]:
         head.folder.mkdir(parents=True, exist_ok=True)
-        held, dialer = self._lease.held, Dialer(self._settings.limits, self._settings.tls)
-        replicas = Replicas(head.name, head.drafters, head.training.deployed, dialer, self._metrics, held)
-        loop = HeadLoop(
-            head.name, head.training, replicas, self._settings, head.folder, self._on_thread, self._metrics, held
+        active, metrics, settings = self._lease.held, self._metrics, self._settings
+        deployed, dialer = Weights.of(head.learner.deployed()), Dialer(settings.limits, settings.tls)
+        replicas = Replicas(head.name, head.drafters, deployed, dialer, metrics, active)
+        return replicas, HeadLoop(
+            head.name, head.learner, replicas, settings.adapter, head.folder, self._on_thread, metrics, active
         )
-        return replicas, loop
 
 
 def _yielding(settings: AdapterSettings) -> None:

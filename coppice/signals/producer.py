@@ -9,21 +9,27 @@ import asyncio
 import contextlib
 import math
 import secrets
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from coppice.adaptation.record_queue import BOUNDS, Bounds, Entry, RecordQueue, Stream
-from coppice.adaptation.records import (
+from coppice.backoff import Backoff
+from coppice.config.adaptation import AdaptationSettings
+from coppice.errors import Unavailable
+from coppice.rpc.redis_connection import Connection
+from coppice.signals.records import (
     NUMBER,
     SENDER,
     Demand,
     Fields,
     QueryRecord,
     Sample,
+    Stream,
     demand_key,
     queries_key,
     query_to_fields,
@@ -32,10 +38,6 @@ from coppice.adaptation.records import (
     samples_key,
     size_of,
 )
-from coppice.backoff import Backoff
-from coppice.config.adaptation import AdaptationSettings
-from coppice.errors import Unavailable
-from coppice.rpc.redis_connection import Connection
 from coppice.telemetry import SignalMetrics
 
 log = structlog.get_logger()
@@ -44,6 +46,83 @@ _PERIOD_S = 0.1  # between two batches
 _POLL_S = 1.0  # between two looks at the demand key
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
 _LOG_EVERY = 100  # refused entries of a key
+
+
+_BATCH_ENTRIES, _BATCH_BYTES = 256, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a stream."""
+
+    stream: Stream
+    key: str
+    fields: Fields
+    size: int
+    """bytes"""
+    kept: int
+    """about how many entries the stream keeps"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may wait and be sent, and about how many records a stream keeps."""
+
+    queue_entries: int = 4096
+    queue_bytes: int = 64 << 20
+    entry_bytes: int = 8 << 20
+    bytes_per_s: int = 32 << 20
+    queries_kept: int = 10_000
+    samples_kept: int = 4096
+    stream_bytes: int = 256 << 20
+    """of training samples that a stream keeps, about"""
+
+
+BOUNDS = Bounds()
+
+
+class RecordQueue:
+    """A queue between any thread that puts and one that takes."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._lock = threading.Lock()
+        self._entries: deque[Entry] = deque()
+        self._bytes = 0
+        self._allowance, self._allowed_at = float(bounds.bytes_per_s), time.monotonic()
+
+    def put(self, entry: Entry) -> str:
+        """Append an entry; returns "" or, when it may not wait here, why: oversized, full or rate."""
+        with self._lock:
+            refused = self._refuses(entry.size)
+            if not refused:
+                self._entries.append(entry)
+                self._bytes += entry.size
+            return refused
+
+    def _refuses(self, size: int) -> str:
+        bounds, now = self._bounds, time.monotonic()
+        if size > bounds.entry_bytes:
+            return "oversized"
+        if len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
+            return "full"
+        earned = (now - self._allowed_at) * bounds.bytes_per_s
+        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
+        if size > self._allowance:
+            return "rate"
+        self._allowance -= size
+        return ""
+
+    def take(self) -> list[Entry]:
+        """Remove the oldest entries, as many as make a batch."""
+        batch: list[Entry] = []
+        size = 0
+        with self._lock:
+            while self._entries and len(batch) < _BATCH_ENTRIES and size < _BATCH_BYTES:
+                batch.append(self._entries.popleft())
+                size += batch[-1].size
+            self._bytes -= size
+        return batch
 
 
 class Producer:
@@ -99,7 +178,7 @@ class Producer:
 
     def _put(self, stream: Stream, key: str, fields: Fields, kept: int) -> None:
         size = size_of(fields)
-        entry = Entry(stream, key, fields, size, min(kept, max(1, self._settings.stream_bytes // size)))
+        entry = Entry(stream, key, fields, size, min(kept, max(1, self._bounds.stream_bytes // size)))
         self._metrics.produced.labels(stream).inc()
         if refused := self._queue.put(entry):
             self._drop([entry], refused)

@@ -1,4 +1,4 @@
-"""The drafters of one pool: which weights each is to use, and the pushes until it does."""
+"""Weights on their way to the drafters of one head: which each replica is to use, and the pushes until it does."""
 
 from __future__ import annotations
 
@@ -89,32 +89,18 @@ log = structlog.get_logger()
 MOST_AHEAD = 3
 """Looks in a row at which a replica may be ahead of the weights that it is to use"""
 _LEFT_ALONE_S = 60.0  # a replica that is ahead more often
-_KNOWN = 4  # versions an update may start from, besides the checkpoint
+_RECENT = 4  # versions an update may start from, besides the checkpoint
 
 
 class _Drafter:
     """One drafter, as it answered last."""
 
-    def __init__(self, address: str, dialer: Dialer, wanted: Weights) -> None:
-        self.link = DrafterLink(address, dialer)
-        self.address, self.wanted = address, wanted
+    def __init__(self, address: str, dialer: Dialer) -> None:
+        self.link, self.address = DrafterLink(address, dialer), address
         self.description: HeadDescription | None = None  # None: it did not answer last
         self.trouble = ""
         self.times_ahead = 0  # since it was current
         self.left_alone_until = 0.0
-
-    @property
-    def ahead(self) -> bool:
-        """Whether it uses other weights than it is to use under their number or a higher one.
-
-        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
-        """
-        used = self.description
-        return used is not None and not self.current and used.weights_version >= max(1, self.wanted.version)
-
-    @property
-    def current(self) -> bool:
-        return self.description is not None and self.description.weights_hash == self.wanted.hash
 
 
 class Replicas:
@@ -132,12 +118,12 @@ class Replicas:
         """`checkpoint`: version 0. `may_push` is asked before every push."""
         self._head, self._where, self._metrics = head, where, metrics
         self._dialer = dataclasses.replace(dialer, head=head)
-        self._checkpoint = self._wanted = checkpoint
+        self.checkpoint = self._live = checkpoint
         self._may_push = may_push
         self._replicas: list[_Drafter] = []
         self._gone: list[_Drafter] = []  # whose channels a call may use yet
         self._update(where.addresses)
-        self._known: OrderedDict[bytes, Weights] = OrderedDict()
+        self._recent: OrderedDict[bytes, Weights] = OrderedDict()
         self._busy = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -152,9 +138,7 @@ class Replicas:
         for address in known.keys() - set(addresses):
             log.info("a replica is gone", head=self._head, replica=address)
             self._gone.append(known[address])
-        self._replicas = [
-            known.get(address) or _Drafter(address, self._dialer, self._wanted) for address in sorted(addresses)
-        ]
+        self._replicas = [known.get(address) or _Drafter(address, self._dialer) for address in sorted(addresses)]
 
     async def _forget(self) -> None:
         """Close the channels of replicas that are gone, while no call runs."""
@@ -170,24 +154,19 @@ class Replicas:
         async with self._busy:
             await asyncio.gather(*map(self._describe, self._replicas))
 
-    def want(self, weights: Weights, first_only: bool = False) -> None:
-        """Set what replicas are to use; `first_only`: the first one that answered last, which is the canary."""
-        self._known[weights.hash] = weights
-        self._known.move_to_end(weights.hash)
-        while len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
-        if not first_only:
-            self._wanted = weights
-        chosen = [replica for replica in self._replicas if replica.description] if first_only else self._replicas
-        for replica in chosen[:1] if first_only else chosen:
-            replica.wanted = weights
+    def use(self, weights: Weights) -> None:
+        """Set what replicas are to use."""
+        self._recent[weights.hash] = self._live = weights
+        self._recent.move_to_end(weights.hash)
+        while len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
 
     async def bring(self) -> None:
-        """Push to every replica the weights that it is to use and does not."""
+        """Push the live weights to every replica that does not use them."""
         async with self._busy:
             await self._forget()
             await asyncio.gather(*map(self._bring, self._replicas))
-        self._metrics.stale.labels(self._head).set(sum(not replica.current for replica in self._replicas))
+        self._metrics.stale.labels(self._head).set(sum(not self._is_current(replica) for replica in self._replicas))
 
     @property
     def newest(self) -> int:
@@ -196,35 +175,36 @@ class Replicas:
             (replica.description.weights_version for replica in self._replicas if replica.description), default=0
         )
 
-    def ahead(self, weights: Weights) -> bool:
-        """Tell whether a replica that is to use these weights is ahead of them."""
-        return any(one.ahead for one in self._replicas if one.wanted is weights)
+    @property
+    def ahead(self) -> bool:
+        """Whether a replica uses other weights than the live ones under their number or a higher one.
 
-    def renumber(self, before: Weights, after: Weights) -> None:
-        """Take the same weights under another number."""
-        self._known[after.hash] = after
-        if self._wanted is before:
-            self._wanted = after
-        for replica in self._replicas:
-            if replica.wanted is before:
-                replica.wanted = after
+        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
+        """
+        return any(map(self._is_ahead, self._replicas))
 
-    def in_use(self) -> list[tuple[Weights, int]]:
-        """Return the weights that replicas use and are to use, with the number that each replica has for them."""
-        return [
-            (one.wanted, one.description.weights_version) for one in self._replicas if one.current and one.description
-        ]
+    def numbers_in_use(self) -> list[int]:
+        """Return the numbers that replicas have for the live weights."""
+        current = filter(self._is_current, self._replicas)
+        return [replica.description.weights_version for replica in current if replica.description]
+
+    def _is_current(self, replica: _Drafter) -> bool:
+        return replica.description is not None and replica.description.weights_hash == self._live.hash
+
+    def _is_ahead(self, replica: _Drafter) -> bool:
+        used = replica.description
+        return used is not None and not self._is_current(replica) and used.weights_version >= max(1, self._live.version)
 
     def status(self) -> list[ReplicaStatus]:
         """Report each replica as it answered last."""
         return [
             ReplicaStatus(
-                one.address,
-                one.description is not None,
-                one.description.weights_version if one.description else 0,
-                one.current,
+                replica.address,
+                replica.description is not None,
+                replica.description.weights_version if replica.description else 0,
+                self._is_current(replica),
             )
-            for one in self._replicas
+            for replica in self._replicas
         ]
 
     async def close(self) -> None:
@@ -242,11 +222,11 @@ class Replicas:
             self._note(replica, f"does not answer: {error}")
             return
         version = replica.description.weights_version
-        if version > replica.wanted.version + MAX_VERSION_STEP:
+        if version > self._live.version + MAX_VERSION_STEP:
             replica.description = None
             self._note(replica, f"says that it uses version {version}, which nobody can have made")
             return
-        replica.times_ahead = 0 if replica.current else replica.times_ahead + replica.ahead
+        replica.times_ahead = 0 if self._is_current(replica) else replica.times_ahead + self._is_ahead(replica)
         if replica.times_ahead > MOST_AHEAD:
             replica.times_ahead = MOST_AHEAD - 1
             replica.left_alone_until = time.monotonic() + _LEFT_ALONE_S
@@ -258,17 +238,16 @@ class Replicas:
     async def _bring(self, replica: _Drafter) -> None:
         """Push what this replica lacks beside what it uses now. What fails is tried again with the next look."""
         await self._describe(replica)
-        used, wanted = replica.description, replica.wanted
+        used, live = replica.description, self._live
         if used is None:
             return
-        if replica.current:
+        if self._is_current(replica):
             replica.trouble = ""
             return
-        known = self._known.get(used.weights_hash)
-        parent = known if known is not None and known.version == used.weights_version else self._checkpoint
-        if not parent.tensors.keys() <= wanted.tensors.keys():  # an update takes no tensors away
-            parent = self._checkpoint
-        header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
+        parent = self._recent.get(used.weights_hash, self.checkpoint)
+        if parent.version != used.weights_version or not parent.tensors.keys() <= live.tensors.keys():
+            parent = self.checkpoint  # an update takes no tensors away
+        header, parts = await asyncio.to_thread(pack_update, self._head, parent, live)
         if not self._may_push():
             return
         try:
@@ -276,7 +255,7 @@ class Replicas:
             synced = await replica.link.push(header, parts)
             failpoints.hit("adapter.acknowledge")
         except CoppiceError as error:
-            self._note(replica, f"refused version {wanted.version}: {error}")
+            self._note(replica, f"refused version {live.version}: {error}")
             return
         replica.trouble = ""
         log.info("pushed", replica=replica.address, version=synced.version, bytes=header.size)

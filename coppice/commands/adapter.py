@@ -1,24 +1,90 @@
-"""The status of adapted heads for people: tables, and a picture of what updates did to tau and tokens/s."""
+"""`coppice adapter status|pause|resume|rollback`: tables for people, and a picture of what updates did."""
 
-from __future__ import annotations
-
+import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from coppice.commands.options import picture
+from coppice.limits import MAX_HISTORY
 from coppice.pictures.style import FAMILIES, GREEN, VERMILION
 from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
 
+if TYPE_CHECKING:
+    from coppice.client.adapter import AdapterClient
+
+app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True, add_completion=False)
+
+Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
+Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
+
+
+def _client(address: str | None) -> "AdapterClient":
+    from coppice.client.adapter import AdapterClient
+
+    return AdapterClient(address)
+
+
+@app.command()
+def status(
+    address: Address = None,
+    head: Head = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, the latest queries included.")
+    ] = False,
+    plot: Annotated[Path | None, picture("--plot", "Draw tau and tokens/s of the latest queries")] = None,
+) -> None:
+    """Show what the adapter did and knows, and which weights every drafter uses."""
+    with _client(address) as client:
+        heads = client.status(head, MAX_HISTORY if as_json or plot else 0)
+    if plot:
+        draw(heads, plot)
+    if as_json:
+        values = [asdict(of_head) | {"weights_hash": of_head.weights_hash.hex()} for of_head in heads]
+        print(json.dumps({"heads": values}))
+        return
+    for of_head in heads:
+        show(of_head, Console())
+
+
+@app.command()
+def pause(address: Address = None, head: Head = "") -> None:
+    """Stop training and asking for samples; the weights in use stay."""
+    with _client(address) as client:
+        client.pause(head)
+
+
+@app.command()
+def resume(address: Address = None, head: Head = "") -> None:
+    """Go on training."""
+    with _client(address) as client:
+        client.resume(head)
+
+
+@app.command()
+def rollback(
+    address: Address = None,
+    head: Annotated[str, typer.Option(help="The head's name; may be left out when there is one.")] = "",
+    version: Annotated[
+        int | None, typer.Option(min=0, help="0: the head as it was deployed; default: the last good one.")
+    ] = None,
+) -> None:
+    """Put earlier weights back on every drafter, as a new version."""
+    with _client(address) as client:
+        print(f"version {client.rollback(head, version)} is in use")
+
+
 SMOOTHING = 15
 """Queries of a moving mean"""
-ACTION_COLOURS = {"skip": "0.75", "learn": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
+ARM_COLOURS = {"skip": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
 _CHANGES = {
-    "variant": ("new variant", FAMILIES["bandit"]),
     "pays": ("variant pays", GREEN),
     "loses": ("taken back", VERMILION),
     "head": ("head-only update", FAMILIES["head"]),
@@ -41,10 +107,10 @@ def show(status: HeadStatus, console: Console) -> None:
         f"{status.events} events, {status.reverts} reverts",
         highlight=False,
     )
-    actions = Table("action", "tokens/s per s", "updates", "samples", box=box.SIMPLE_HEAD)
-    for one in status.actions:
-        value = "not measured" if one.value is None else f"{one.value:+.3f} ± {one.error:.3f}"
-        actions.add_row(one.action, value, str(one.updates), f"{one.samples} of {one.capacity}")
+    actions = Table("arm", "gain per signal", "updates", box=box.SIMPLE_HEAD)
+    for arm in status.actions:
+        value = "not measured" if arm.value is None else f"{arm.value:+.3f}"
+        actions.add_row(arm.action, value, str(arm.updates))
     kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "another update", box=box.SIMPLE_HEAD)
     for kind in status.kinds:
         gain = f"{kind.gain:+.1%} ± {kind.error:.1%} of {kind.measured}" if kind.measured else ""
@@ -110,7 +176,7 @@ def draw(heads: Sequence[HeadStatus], file: Path) -> None:
 
 def _draw(panel: Any, history: Sequence[QueryPoint], changes: Sequence[Change], name: str) -> None:
     values = [getattr(point, name) for point in history]
-    for action, colour in ACTION_COLOURS.items():
+    for action, colour in ARM_COLOURS.items():
         at = [number for number, point in enumerate(history) if point.action == action]
         if at:
             places = [history[number].query for number in at], [values[number] for number in at]

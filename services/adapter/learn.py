@@ -1,0 +1,224 @@
+"""The training copy of a head: it learns from whole texts, in short steps, so as to give way to what serves beside it.
+
+Every token of a text teaches once a pass, by its cross-entropy: what the target said is certain. All of this runs on
+the one thread that owns torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coppice.config.sections import ADAPTED_KINDS
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import kind_in, load_head, public_weights
+from coppice.heads.ranking import target_ids
+from coppice.machine import this_machine
+from coppice.signals.records import Sample
+from coppice.training.answers import Answer
+from coppice.training.feature_heads import LOSSES
+from coppice.training.losses import DECAY, Acceptance, Anchor, HeadLoss, Student, Teacher, measure, soft_loss
+
+from .decide import Arm, Trained, passes_over
+
+BETAS = (0.9, 0.95)
+RATES = {Arm.HEAD: 1e-2, Arm.FULL: 2e-3}
+BATCH = 4
+"""texts of each optimiser step"""
+CLIP = 0.5
+"""largest norm of a gradient"""
+STEPS = 7
+"""steps that an EAGLE-3 head learns from each row"""
+EVERY = 4
+"""later blocks start from every so many rows"""
+NOTHING = -1
+"""Stands behind the end of a text; no draft id"""
+_LONGEST_S = 1.0  # between two rests; what is longer was no computing: the process was stopped
+_OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules that a head-only update changes
+_BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
+
+
+class Interrupted(RuntimeError):
+    """An update was given up, as the process is to end."""
+
+
+class Texts(Teacher):
+    """Samples as target answers: what the losses of training read. Their own tokens are certain.
+
+    Rotary attention sees differences of positions alone, so every text starts at 0. Shorter ones end early.
+    """
+
+    def __init__(self, samples: Sequence[Sample], draft_number: Tensor, size: int) -> None:
+        """draft_number: (V + 1,) draft id of each target id, -1 at those that have none. size: D, draft ids."""
+        device, longest = draft_number.device, max(len(sample.tokens) for sample in samples)
+        rows = [sample.feature_rows() for sample in samples]
+        self.draft_number, self._size = draft_number, size
+        self.ids = torch.full((len(samples), longest), NOTHING, dtype=torch.int64, device=device)
+        self.features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
+        for number, sample in enumerate(samples):
+            end = len(sample.tokens)
+            self.ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
+            self.features[number, : end - 1] = torch.from_numpy(rows[number])
+
+    @property
+    def positions(self) -> Tensor:
+        """Return (S, T) positions of every text, as `read` takes them."""
+        return torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
+
+    def read(self, positions: Tensor) -> Answer:
+        """Return the samples at (B, T) positions; `final` is (B, T, D) log-probabilities of the token behind each."""
+        ids = self.ids[positions[:, 0] // self.ids.shape[1]]
+        numbers = self.draft_number[ids.roll(-1, dims=1)]
+        final = torch.full((*numbers.shape, self._size), -torch.inf, device=ids.device)
+        final.scatter_(-1, numbers.clamp(min=0)[..., None], 0.0)
+        return Answer(ids, self.features[positions[:, 0] // self.ids.shape[1]], final)
+
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """Return `final` as `read` made it."""
+        return final
+
+
+class Pace:
+    """Sleeps often enough that a thread computes for no more than a share of the time. Make it on that thread."""
+
+    def __init__(self, share: float) -> None:
+        self.seconds = 0.0
+        """passed since it was made, as far as the process ran"""
+        self._share = share
+        self._last, self._began = time.monotonic(), time.thread_time()
+
+    def rest(self) -> None:
+        """Sleep until the share holds."""
+        self._count()
+        computed = time.thread_time() - self._began
+        time.sleep(min(_LONGEST_S, max(0.0, computed / self._share - self.seconds)))
+        self._count()
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self.seconds += min(now - self._last, _LONGEST_S)
+        self._last = now
+
+
+class Learner:
+    """A head in training, and a frozen copy of it as deployed."""
+
+    def __init__(self, folder: str | Path, target: str | Path, device: str = "cpu", cpu_share: float = 1.0) -> None:
+        """Load the head of `folder` for the target of another folder. Raises InvalidField."""
+        self.kind, self.device, self._cpu_share = kind_in(folder), device, cpu_share
+        if self.kind not in ADAPTED_KINDS:
+            kinds = ", ".join(ADAPTED_KINDS)
+            raise InvalidField("adapter.heads", f"{folder} is a {self.kind} head; adapted are {kinds}, no others")
+        loaded = load_head(self.kind, folder, target)
+        self.config = loaded.config
+        embedding = loaded.embedding.to(device)
+        self.student = Student(loaded.model.to(device), embedding)
+        self._frozen = Student(copy.deepcopy(loaded.model).requires_grad_(False), embedding)
+        self._trained = [(name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad]
+        draft_ids = target_ids(loaded.model, loaded.config).to(device)
+        self._draft_count = len(draft_ids)
+        self._draft_number = torch.full((loaded.config.vocab_size + 1,), NOTHING, dtype=torch.int64, device=device)
+        self._draft_number[draft_ids] = torch.arange(len(draft_ids), device=device)
+        self.stopped = threading.Event()
+        """set by another thread: no more optimiser steps"""
+
+    def deployed(self) -> dict[str, Tensor]:
+        """Return the float tensors of the head as deployed, by their public names: version 0."""
+        return public_weights(self._frozen.model, self.config)
+
+    def texts(self, samples: Sequence[Sample]) -> Texts:
+        """Return samples as the losses read them."""
+        return Texts(samples, self._draft_number, self._draft_count)
+
+    def learn(
+        self,
+        arm: Arm,
+        begin: Mapping[str, Tensor],
+        texts: Sequence[Sample],
+        held_out: Sequence[Sample],
+        penalty: float = 0.0,
+    ) -> tuple[Trained, dict[str, Tensor]]:
+        """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
+
+        penalty: weight of the KL to the head as deployed. Returns also copies, on the CPU, of all tensors that differ
+        from the deployed ones. Raises FloatingPointError when a weight is not finite, and Interrupted once the learner
+        was stopped.
+        """
+        pace = Pace(self._cpu_share)
+        self._begin_with(begin)
+        weights = self._weights_of(arm)
+        optimiser = torch.optim.AdamW(weights, lr=RATES[arm], betas=BETAS, weight_decay=0.0)
+        order, fast = torch.Generator().manual_seed(len(texts)), not _BFLOAT16.isdisjoint(this_machine().features)
+        before = self._length(held_out, pace)
+        for _ in range(passes_over(len(texts))):
+            for numbers in torch.split(torch.randperm(len(texts), generator=order), BATCH):
+                if self.stopped.is_set():
+                    raise Interrupted("an update was given up")
+                batch = self.texts([texts[number] for number in numbers])
+                with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+                    loss = self.loss_on(batch, penalty)(self.student, batch.positions, batch.positions)
+                loss.backward()  # type: ignore[no-untyped-call]
+                nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
+                optimiser.step()
+                optimiser.zero_grad(set_to_none=True)
+                pace.rest()
+        tensors = self.changed()
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise FloatingPointError(f"an update of {len(texts)} texts is not finite")
+        after = self._length(held_out, pace)
+        return Trained(len(texts), before, after, pace.seconds), tensors
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of all tensors that are not bit for bit the deployed ones."""
+        deployed = self.deployed()
+        return {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in public_weights(self.student.model, self.config).items()
+            if not torch.equal(tensor.view(torch.int32), deployed[name].view(torch.int32))
+        }
+
+    @torch.no_grad()
+    def _begin_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go back to the deployed weights with these tensors in the place of their own."""
+        own = public_weights(self.student.model, self.config)
+        for name, deployed in self.deployed().items():
+            own[name].copy_(tensors.get(name, deployed))
+
+    def _weights_of(self, arm: Arm) -> list[nn.Parameter]:
+        """Let gradients flow to the weights that an arm trains alone, and return them.
+
+        Where a head has a Markov table its output layer is the target's.
+        """
+        chosen = []
+        for name, weight in self._trained:
+            weight.requires_grad_(arm is Arm.FULL or name.partition(".")[0] in _OUTPUT)
+            if weight.requires_grad:
+                chosen.append(weight)
+        return chosen
+
+    def loss_on(self, texts: Texts, penalty: float = 0.0) -> HeadLoss:
+        """Return the loss that training of the head's kind descends, on these texts."""
+        if self.config.slots == 1:
+            loss = HeadLoss(texts, blocks=STEPS, decay=DECAY)
+        elif self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
+            loss = HeadLoss(texts, **LOSSES[self.kind] | {"every": EVERY, "distance": soft_loss})
+        else:
+            loss = HeadLoss(texts, blocks=1, every=EVERY)
+        return replace(loss, anchor=Anchor(self._frozen, penalty)) if penalty else loss
+
+    def _length(self, samples: Sequence[Sample], pace: Pace) -> float:
+        """Return the mean length of chains that are drafted greedily behind every token of some texts."""
+        acceptance = Acceptance()
+        for sample in samples:
+            text = self.texts([sample])
+            acceptance += measure(self.student, self.loss_on(text), list(text.positions))
+            pace.rest()
+        return acceptance.length

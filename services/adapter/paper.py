@@ -1,0 +1,177 @@
+"""SpecBlock's own decision rule (section 3.4, appendix A.3, algorithm 1): one variant for all texts, before and after.
+
+`paper` has the actions skip, head-only and full; `head-only` and `full-only` lack one of them, and `always` is online
+speculative decoding. Pure and deterministic: no clock, no model, no Redis; its state is JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from pydantic import BaseModel
+
+from coppice.limits import SKETCH
+from coppice.signals.records import Demand, QueryRecord
+from coppice.speculation.sampling import uniform
+from coppice.weights.variants import Route, Routes
+from coppice.wire.adapter import ActionStatus, KindStatus
+
+from .decide import Arm, Trained, Verdict
+
+ARMS: dict[str, tuple[Arm, ...]] = {
+    "paper": (Arm.HEAD, Arm.FULL),
+    "head-only": (Arm.HEAD,),
+    "full-only": (Arm.FULL,),
+    "always": (Arm.FULL,),
+}
+GROUPS = {Arm.SKIP: 0, Arm.HEAD: 1, Arm.FULL: 2}
+"""the buffer of each arm"""
+EPSILON = (0.30, 0.10)  # chance of a random arm at the first and the last event of the cold start, linear between
+ALPHA = 0.10  # weight of a new reward in a value
+COLD_EVENTS, WARMUP, BLOCKED, LEAST_S, WINDOWS = 8, 10, 2, 5.0, 3
+_EXPLORE, _ARM = 0, 1  # streams of chance
+_EVERYWHERE = 4.0  # a squared distance that no two sketches are apart
+
+
+class Interval(BaseModel):
+    """The measurement of an event (line 17), in tokens/s of queries."""
+
+    arm: Arm
+    s: float
+    before: list[float]
+    after: list[float] = []
+
+
+class PaperState(BaseModel):
+    """All that the rule knows."""
+
+    queries: int = 0
+    last_event: int = 0  # number of the query it came after
+    blocked: int = 0
+    s: float = 0.0  # of the latest query
+    trigger_s: float = 0.0  # of the query that filled the buffer
+    version: int = 0  # of the weights in use
+    variant: int = 0
+    values: dict[Arm, float] = {}
+    updates: dict[Arm, int] = {}
+    rates: list[float] = []  # tokens/s of the latest queries on these weights
+    interval: Interval | None = None
+    taus: list[float] = []  # of the window that is filling
+    windows: list[tuple[float, int]] = []  # mean tau and version of the last ones that closed
+
+
+class Paper:
+    """Overwrites one variant of the head that drafts for all texts; see decide.Rule."""
+
+    demand: Demand = "misses"
+    penalty, empties = 0.01, True
+
+    def __init__(self, policy: str, interval: int, state: PaperState | None = None) -> None:
+        """`interval`: N, queries of a measurement and of a window, and texts of an update."""
+        self.state, self._arms, self._interval = state or PaperState(), ARMS[policy], interval
+        self._always = policy == "always"
+
+    def take(self, record: QueryRecord, version: int | None, beside: bool) -> int:
+        """Decide what a query's text is for (lines 3 to 8), and measure the query (lines 19 to 21)."""
+        state = self.state
+        state.queries += 1
+        state.s = record.s
+        arm = self._decide(record.s)
+        state.taus.append(record.tau)
+        if version == state.version:
+            state.rates = [*state.rates, record.tokens_per_s][-self._interval :]
+            if state.interval:
+                state.interval.after.append(record.tokens_per_s)
+        if state.interval and len(state.interval.after) == self._interval:
+            self._revise(state.interval)
+            state.interval = None
+        return GROUPS[arm]
+
+    def _decide(self, s: float) -> Arm:
+        state = self.state
+        blocked = state.blocked > 0 or state.queries <= min(WARMUP, self._interval)
+        state.blocked = max(0, state.blocked - 1)
+        if self._always:
+            return Arm.FULL if s else Arm.SKIP
+        if blocked or not s:
+            return Arm.SKIP
+        first, last = EPSILON
+        events = sum(state.updates.values())
+        epsilon = first + (last - first) * events / (COLD_EVENTS - 1)
+        if events < COLD_EVENTS and uniform(0, state.last_event, _EXPLORE) < epsilon:
+            return self._arms[int(uniform(0, state.last_event, _ARM) * len(self._arms))]
+        best = max(self._arms, key=lambda arm: state.values.get(arm, math.inf))
+        return best if events < COLD_EVENTS or s * state.values.get(best, math.inf) > 0 else Arm.SKIP
+
+    def _revise(self, interval: Interval) -> None:
+        """Revise a value (equation 10); the first observation of an arm is its value."""
+        if interval.s >= LEAST_S and interval.before:
+            gain = (statistics.fmean(interval.after) - statistics.fmean(interval.before)) / interval.s
+            value = self.state.values.get(interval.arm, gain)
+            self.state.values[interval.arm] = (1 - ALPHA) * value + ALPHA * gain
+
+    def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
+        """Go back when tau has fallen over three windows (lines 22 to 24); else the window's version is a good one."""
+        state = self.state
+        if len(state.taus) < self._interval:
+            return None
+        state.windows = [*state.windows, (statistics.fmean(state.taus), state.version)][-WINDOWS:]
+        state.taus = []
+        taus = [tau for tau, _ in state.windows]
+        if len(taus) == WINDOWS and taus[0] > taus[1] > taus[2]:
+            return Verdict("revert", f"tau fell: {', '.join(f'{tau:.2f}' for tau in taus)}", state.windows[0][1])
+        return Verdict("good", "", state.version)
+
+    def choose(self, group: int, texts: int) -> Arm:
+        """Choose the arm of a buffer that is full (lines 12 and 13), while no event is measured."""
+        state = self.state
+        ready = texts >= self._interval and state.interval is None and len(state.rates) >= min(WARMUP, self._interval)
+        if self._always:
+            ready = texts > 0 and state.queries % self._interval == 0
+        if not ready:
+            return Arm.SKIP
+        state.trigger_s = state.s
+        return Arm.HEAD if group == GROUPS[Arm.HEAD] else Arm.FULL
+
+    def variants(self, group: int) -> tuple[int, int]:
+        """Train the one variant further."""
+        return self.state.variant, 1
+
+    def trained(self, group: int, arm: Arm, result: Trained | None) -> bool:
+        """Put every update to use."""
+        return result is not None
+
+    def deploy(self, group: int, arm: Arm, variant: int, version: int) -> None:
+        """Begin an event (lines 16 and 17)."""
+        state = self.state
+        state.last_event, state.blocked, state.variant = state.queries, BLOCKED, variant
+        state.updates[arm] = state.updates.get(arm, 0) + 1
+        state.interval, state.rates = Interval(arm=arm, s=state.trigger_s, before=state.rates), []
+
+    def follow(self, routes: Routes, version: int) -> None:
+        """Reset the values (line 23): earlier weights are in use again."""
+        state, first = self.state, next(iter(routes.routes), None)
+        state.values, state.rates, state.taus, state.windows, state.interval = {}, [], [], [], None
+        state.variant, state.version, state.blocked = first.variant if first else 0, version, BLOCKED
+
+    def goes_on_as(self, version: int) -> None:
+        """Note the number of the weights in use."""
+        self.state.version = version
+
+    def begins(self, group: int) -> bool:
+        """Empty buffers with updates alone."""
+        return False
+
+    def routes(self) -> Routes:
+        """Let the variant draft for all texts."""
+        return Routes([Route([0.0] * SKETCH, _EVERYWHERE, self.state.variant, 1.0)] if self.state.variant else [])
+
+    def actions(self) -> list[ActionStatus]:
+        """Report the arms, with values in tokens/s for each unit of s."""
+        state = self.state
+        return [ActionStatus(arm, state.values.get(arm), state.updates.get(arm, 0)) for arm in self._arms]
+
+    def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
+        """Report none: the rule does not tell texts apart."""
+        return []

@@ -1,0 +1,197 @@
+"""Updates change what their arm may change, no more, and the same again; versions on disk are whole or refused."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coppice.heads.checkpoints import load_head, save_head
+from coppice.signals.records import Sample, SampleFacts
+from coppice.training.losses import Targets
+from coppice.weights.variants import variant_name
+from coppice.weights.versions import Weights
+from services.adapter.decide import UPDATES, Arm
+from services.adapter.learn import Interrupted, Learner, Pace
+from services.adapter.state import BadFile, Versions
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
+
+KINDS = ("specblock", "eagle3", "dspark")
+HEADS_OWN = {
+    "specblock": {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"},
+    "eagle3": {"lm_head.weight"},
+    "dspark": {
+        *(f"markov_head.markov_w{number}.weight" for number in (1, 2)),
+        *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_random(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def learners(heads: dict[str, Path], target: Path) -> dict[str, Learner]:
+    return {kind: Learner(heads[kind], target) for kind in KINDS}
+
+
+def draft_ids(learner: Learner) -> list[int]:
+    return [token for token in range(VOCAB) if learner._draft_number[token] >= 0]
+
+
+def circles(learner: Learner, count: int = 16) -> list[Sample]:
+    """Texts of several lengths that go round in circles, so that there is something to learn."""
+    rng = np.random.default_rng(2)
+    circle = rng.permutation(draft_ids(learner))[:12]
+    features = rng.standard_normal((12, learner.config.feature_width)).astype("<f4")
+    samples = []
+    for number in range(count):
+        rows = 20 - 3 * (number % 3)
+        tokens = circle[(np.arange(rows + 1) + number) % 12].astype(np.int64)
+        read = features[(np.arange(rows) + number) % 12]
+        samples.append(Sample(SampleFacts("s", 99), tokens, read.tobytes()))
+    return samples
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("arm", UPDATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_lengthens_drafts_and_changes_what_its_arm_may_change(
+    kind: str, arm: Arm, learners: dict[str, Learner]
+) -> None:
+    learner = learners[kind]
+    texts = circles(learner)
+    result, tensors = learner.learn(arm, {}, texts[:12], texts[12:])
+    assert result.after > result.before + 0.05
+    assert result.gain == pytest.approx(result.after / result.before - 1)
+    assert (set(tensors) == HEADS_OWN[kind]) if arm is Arm.HEAD else (set(tensors) > HEADS_OWN[kind])
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert same(learner.learn(arm, {}, texts[:12], texts[12:])[1], tensors)  # from the deployed weights again
+    further, _ = learner.learn(arm, tensors, texts[:12], texts[12:])
+    assert further.before == result.after
+
+
+def test_a_head_that_brings_its_output_layer_is_taught_by_its_markov_table(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    loaded = load_head("dspark", heads["dspark"], target)
+    loaded.model.own_output = True  # as DeepSpec's files have it
+    save_head(tmp_path / "own", loaded.model, loaded.config)
+    learner = Learner(tmp_path / "own", target)
+    _, tensors = learner.learn(Arm.HEAD, {}, circles(learner), [])
+    assert set(tensors) == HEADS_OWN["dspark"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_penalty_holds_a_head_near_the_deployed_one(kind: str, learners: dict[str, Learner]) -> None:
+    learner, moved = learners[kind], []
+    for penalty in (0.0, 1.0, 30.0):
+        _, tensors = learner.learn(Arm.HEAD, {}, circles(learner), [], penalty)
+        deployed = learner.deployed()
+        moved.append(sum(float((tensor - deployed[name]).norm()) for name, tensor in tensors.items()))
+    assert moved[0] > moved[1] > moved[2] > 0
+
+
+@pytest.mark.parametrize("arm", UPDATES)
+def test_an_update_that_is_not_finite_is_refused_and_spoils_none_after_it(
+    arm: Arm, learners: dict[str, Learner]
+) -> None:
+    learner = learners["specblock"]
+    texts = circles(learner)
+    expected = learner.learn(arm, {}, texts, [])[1]
+    bad = [replace(text, features=np.full_like(text.feature_rows(), 3e38).tobytes()) for text in texts]
+    with pytest.raises(FloatingPointError):
+        learner.learn(arm, {}, bad, [])
+    assert same(learner.learn(arm, {}, texts, [])[1], expected)
+
+
+def test_texts_teach_their_own_tokens_and_nothing_behind_their_end(learners: dict[str, Learner]) -> None:
+    learner = learners["specblock"]
+    samples = circles(learner, 3)
+    numbers = {token: number for number, token in enumerate(sorted(draft_ids(learner)))}
+    texts = learner.texts(samples)
+    targets = Targets.of(texts.read(texts.positions), texts)
+    for offset in range(3):
+        for row, sample in zip(targets.behind(offset).tolist(), samples, strict=True):
+            taught = [numbers[int(token)] for token in sample.tokens[2 + offset :]]
+            assert row == taught + [-1] * (len(row) - len(taught))
+
+
+def test_a_learner_that_is_stopped_gives_its_update_up(heads: dict[str, Path], target: Path) -> None:
+    learner = Learner(heads["eagle3"], target)
+    learner.stopped.set()
+    with pytest.raises(Interrupted):
+        learner.learn(Arm.FULL, {}, circles(learner), [])
+
+
+def test_a_thread_computes_for_no_more_than_its_share_of_the_time() -> None:
+    pace, began = Pace(0.2), time.thread_time()
+    while time.thread_time() - began < 0.05:
+        pass
+    pace.rest()
+    assert pace.seconds >= 0.25
+
+
+# --- versions on disk ---
+
+DEPLOYED = Weights.of({"lm_head.weight": torch.zeros(2, 3), "fc.weight": torch.ones(4)})
+CHANGED = variant_name(1, "lm_head.weight")
+
+
+def version_of(number: int) -> Weights:
+    return DEPLOYED.changed({CHANGED: torch.full((2, 3), float(number))}, number)
+
+
+def test_versions_come_back_as_they_were_and_old_ones_make_room(tmp_path: Path) -> None:
+    (tmp_path / ".version-00000001.safetensors.partial").write_bytes(b"half")
+    versions = Versions(tmp_path, DEPLOYED, most=3)
+    assert versions.numbers() == [] == list(tmp_path.iterdir())
+    for number in range(1, 8):
+        versions.save(version_of(number))
+        versions.good = min(number, 2)
+    assert versions.numbers() == [2, 6, 7]
+    reopened = Versions(tmp_path, DEPLOYED, most=3)
+    weights = reopened.load(6)
+    assert (weights.version, weights.hash) == (6, version_of(6).hash)
+    assert torch.equal(weights.tensors[CHANGED], torch.full((2, 3), 6.0))
+    assert weights.tensors["fc.weight"] is DEPLOYED.tensors["fc.weight"]
+    assert reopened.load(0) is DEPLOYED
+    with pytest.raises(ValueError, match="there already"):
+        reopened.save(version_of(7))
+
+
+def test_damaged_versions_those_of_another_head_and_those_that_overwrite_it_are_refused(tmp_path: Path) -> None:
+    versions = Versions(tmp_path, DEPLOYED)
+    for number in (1, 2):
+        versions.save(version_of(number))
+    file = tmp_path / "version-00000002.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-7], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
+        file.write_bytes(damaged)
+        with pytest.raises(BadFile):
+            versions.load(2)
+    with pytest.raises(BadFile):
+        versions.load(3)
+    assert versions.load(1).hash == version_of(1).hash
+    other = Versions(tmp_path, Weights.of({"lm_head.weight": torch.ones(2, 3), "fc.weight": torch.zeros(4)}))
+    with pytest.raises(BadFile, match="another head"):
+        other.load(1)
+    versions.save(DEPLOYED.changed({"fc.weight": torch.zeros(4)}, 4))
+    with pytest.raises(BadFile, match=r"overwrites fc\.weight, as adapters before variants did"):
+        versions.load(4)

@@ -1,0 +1,299 @@
+"""Decision rules: kinds of text differ, arms are chosen by what they save, and what does not pay is taken back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from coppice.limits import MAX_KINDS, SKETCH
+from coppice.signals.records import QueryRecord
+from coppice.weights.variants import Routes, variant_name
+from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Bandit, BanditState, Trained, passes_over
+from services.adapter.paper import GROUPS, WARMUP, Paper, PaperState
+
+BETTER, WORSE = Trained(60, 2.0, 2.4, 5.0), Trained(60, 2.0, 2.0, 5.0)
+N = 4
+
+
+def sketches(count: int, spread: float, seed: int) -> list[tuple[float, ...]]:
+    """Sketches of one kind of text: unit vectors around a direction of its own."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal(SKETCH) + spread * rng.standard_normal((count, SKETCH))
+    return [tuple((row / np.linalg.norm(row)).tolist()) for row in rows]
+
+
+def query(
+    sketch: tuple[float, ...] = (),
+    tokens_per_s: float = 50.0,
+    kind: int = 0,
+    variant: int = 0,
+    version: int = 0,
+    s: float = 0.0,
+    tau: float = 2.0,
+) -> QueryRecord:
+    return QueryRecord("s", s, tau, 40, 20, tokens_per_s, (version, version), kind, variant, sketch)
+
+
+# --- the bandit ---
+
+
+def with_a_kind(queries: int = 120) -> Bandit:
+    """A bandit that knows one kind of text, kind 1."""
+    bandit = Bandit()
+    assert {bandit.take(query(sketch), None, False) for sketch in sketches(queries, 0.3, 1)} == {1}
+    return bandit
+
+
+def young(bandit: Bandit, version: int, arm: Arm = Arm.FULL) -> None:
+    """Put an update of kind 1 to use."""
+    assert bandit.trained(1, arm, BETTER)
+    bandit.deploy(1, arm, bandit.variants(1)[1], version)
+
+
+def drafted(bandit: Bandit, version: int, rate: float, other: float, count: int = 80) -> list[str]:
+    """Measure queries of kind 1, the variant's and the other one's in turn; returns the verdicts."""
+    noise, verdicts = random.Random(version), []
+    for number in range(count):
+        kind = bandit[1]
+        variant, mean = ((kind.variant, rate), (kind.other, other))[number % 2]
+        record = query(tokens_per_s=noise.gauss(mean, 8.0), kind=1, variant=variant, version=version)
+        bandit.take(record, version, False)
+        if verdict := bandit.settle(record, version):
+            verdicts.append(verdict.what)
+            break
+    return verdicts
+
+
+def drafts(bandit: Bandit) -> tuple[int, int, float]:
+    return bandit[1].variant, bandit[1].other, bandit[1].share
+
+
+def test_kinds_are_told_apart_and_a_place_is_found_for_every_one() -> None:
+    bandit, groups = Bandit(), [sketches(40, 0.35, seed) for seed in range(4)]
+    kinds = [[bandit.take(query(group[number]), None, False) for group in groups] for number in range(40)]
+    assert {tuple(row) for row in kinds} == {(1, 2, 3, 4)}
+    assert not bandit.begins(1)
+    for seed in range(10, 10 + 3 * MAX_KINDS):
+        kind = bandit.take(query(sketches(1, 0.35, seed)[0]), None, False)
+        assert bandit.begins(kind)
+    assert len(bandit.numbers()) == MAX_KINDS
+    assert bandit.take(query(()), None, False) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_variant_drafts_for_nearly_all_texts_or_for_none_by_its_tokens_a_second(seed: int) -> None:
+    bandit = with_a_kind(120 + seed)
+    young(bandit, 1)
+    assert drafts(bandit) == (1, 0, YOUNG_SHARE)
+    assert drafted(bandit, 1, 62.0, 50.0) == ["pays"]
+    assert drafts(bandit) == (1, 0, PROVEN_SHARE)
+    assert bandit.gain(1).share == pytest.approx(0.24, abs=0.15)
+    bandit = with_a_kind(120 + seed)
+    young(bandit, 1)
+    assert drafted(bandit, 1, 38.0, 50.0) == ["loses"]
+    assert drafts(bandit) == (0, 0, 0.0)
+    assert [route and route.share for route in bandit.routes().routes] == [0.0]
+
+
+def test_a_new_variant_is_compared_with_the_one_before_it_which_stays_if_it_is_better() -> None:
+    bandit = with_a_kind()
+    young(bandit, 1)
+    drafted(bandit, 1, 65.0, 50.0)
+    young(bandit, 3)
+    assert drafts(bandit) == (2, 1, YOUNG_SHARE)
+    assert drafted(bandit, 2, 25.0, 65.0) == []  # of weights before it
+    assert drafted(bandit, 3, 50.0, 65.0) == ["loses"]
+    assert drafts(bandit) == (1, 0, PROVEN_SHARE)
+
+
+def test_the_arm_that_saves_most_beyond_its_cost_is_chosen_and_skip_where_none_does() -> None:
+    assert with_a_kind(20).choose(1, 20) is Arm.SKIP  # too few texts
+    bandit = with_a_kind(120)
+    assert bandit.choose(1, 100) is Arm.HEAD
+    bandit.state.text_s = {Arm.HEAD: 0.01, Arm.FULL: 0.01}
+    assert bandit.choose(1, 100) is Arm.FULL
+    bandit.state.text_s = {Arm.HEAD: 1.0, Arm.FULL: 1.0}
+    assert bandit.choose(1, 100) is Arm.SKIP
+
+
+def test_an_update_that_is_no_better_halves_nothing_but_its_own_arm_and_doubles_costs() -> None:
+    bandit = with_a_kind(120)
+    costs, saves = bandit.costs(1, Arm.HEAD, 100), bandit.saves(1, Arm.HEAD)
+    assert not bandit.trained(1, Arm.FULL, WORSE)
+    assert (bandit.saves(1, Arm.FULL), bandit.saves(1, Arm.HEAD)) == (0.0, saves)
+    assert bandit.costs(1, Arm.HEAD, 100) == 2 * costs
+    assert not bandit.trained(1, Arm.FULL, None)
+    assert bandit.choose(1, 100) is Arm.SKIP
+
+
+def test_a_reward_is_what_a_variant_gains_less_what_its_training_cost() -> None:
+    cheap, dear = with_a_kind(), with_a_kind()
+    before = cheap.state.values[Arm.HEAD]
+    for bandit, seconds in ((cheap, 1.0), (dear, 1000.0)):
+        assert bandit.trained(1, Arm.HEAD, Trained(60, 2.0, 2.4, seconds))
+        bandit.deploy(1, Arm.HEAD, 1, 1)
+        drafted(bandit, 1, 90.0, 50.0)
+    assert cheap.state.values[Arm.HEAD] > before > dear.state.values[Arm.HEAD] > 0
+    assert cheap.state.values[Arm.FULL] == dear.state.values[Arm.FULL]
+    assert [(arm.action, arm.updates) for arm in cheap.actions()] == [("head", 1), ("full", 0)]
+
+
+def test_what_training_costs_is_learnt_from_the_steps_beside_it() -> None:
+    bandit = with_a_kind()
+    before = bandit.costs(1, Arm.FULL, 60)
+    for _ in range(100):
+        bandit.take(query(), None, True)  # steps as long as without
+    assert bandit.costs(1, Arm.FULL, 60) < 0.1 * before
+
+
+def test_a_variant_is_taken_from_the_kind_that_was_not_met_for_longest() -> None:
+    bandit = Bandit(most_variants=2)
+    for seed in (1, 2, 3):
+        for sketch in sketches(30, 0.3, seed):
+            number = bandit.take(query(sketch), None, False)
+        bandit.deploy(number, Arm.FULL, bandit.variants(number)[1], seed)
+    assert [bandit[number].share for number in bandit.numbers()] == [0.0, YOUNG_SHARE, YOUNG_SHARE]
+    assert {bandit[2].variant, bandit[3].variant} == {1, 2}
+
+
+def test_earlier_weights_bring_their_routes_back_and_a_restart_changes_nothing() -> None:
+    bandit = with_a_kind()
+    earlier = Routes.of({"routes": bandit.routes().tensor()})
+    young(bandit, 1)
+    again = Bandit(BanditState.model_validate_json(bandit.state.model_dump_json()))
+    assert again.state == bandit.state
+    again.follow(earlier, 2)
+    assert drafts(again) == (0, 0, 0.0)
+    routes = bandit.routes().tensor()
+    again.follow(Routes.of({"routes": routes, variant_name(1, "a"): routes}), 3)
+    assert drafts(again) == (1, 0, YOUNG_SHARE)
+
+
+@pytest.mark.parametrize(
+    ("queries", "gains", "least", "arms"),
+    [
+        (360, {Arm.HEAD: 0.20, Arm.FULL: 0.27}, 1.07, {Arm.SKIP, Arm.HEAD, Arm.FULL}),
+        (300, {}, 0.97, {Arm.SKIP, Arm.HEAD}),
+        (80, {}, 1.0, {Arm.SKIP}),
+    ],
+)
+def test_a_stream_that_can_be_learnt_is_faster_and_one_that_cannot_is_hardly_slower(
+    queries: int, gains: dict[Arm, float], least: float, arms: set[Arm]
+) -> None:
+    """Texts of one kind are served: training slows the queries beside it, and an update gains so much, if anything."""
+    chance, noise, bandit, chosen, version = random.Random(5), random.Random(6), Bandit(), set[Arm](), 0
+    seconds = without = left_s = 0.0
+    gain_of, training = {0: 0.0}, (Arm.SKIP, 0, Trained(1, 1.0, 1.0, 0.0))
+    for number, sketch in enumerate(sketches(queries, 0.3, 1)):
+        kind = bandit[1] if number else None
+        variant = 0 if kind is None else kind.variant if chance.random() < kind.share else kind.other
+        usual = 73.0 * noise.gauss(1.0, 0.12)
+        rate = usual * (1 + gain_of[variant]) * (0.75 if left_s > 0 else 1.0)
+        seconds, without, was_training = seconds + 40 / rate, without + 40 / usual, left_s > 0
+        record = query(sketch, rate, 1 if number else 0, variant, version)
+        bandit.take(record, version, was_training)
+        version += bool(bandit.settle(record, version))
+        left_s -= 40 / rate
+        if was_training and left_s <= 0:
+            arm, made, result = training
+            if bandit.trained(1, arm, result):
+                version += 1
+                bandit.deploy(1, arm, made, version)
+        texts = min(128, bandit[1].queries * 5 // 6)
+        arm = bandit.choose(1, texts) if left_s <= 0 else Arm.SKIP
+        chosen.add(arm)
+        if arm is not Arm.SKIP:
+            begin, made = bandit.variants(1)
+            gain_of[made] = max(gain_of[begin], gains.get(arm, 0.0))
+            left_s = {Arm.HEAD: 0.06, Arm.FULL: 0.13}[arm] * texts * passes_over(texts)
+            training = arm, made, Trained(texts, 1 + gain_of[begin], 1 + gain_of[made], left_s)
+    assert without / seconds >= least
+    assert chosen == arms
+
+
+# --- the paper's rule ---
+
+
+def asked(rule: Paper, count: int, rate: float = 50.0, tau: float = 2.0, s: float = 9.0, version: int = 0) -> list[int]:
+    groups = []
+    for _ in range(count):
+        record = query(tokens_per_s=rate, version=version, s=s, tau=tau)
+        groups.append(rule.take(record, version, False))
+        rule.settle(record, version)
+    return groups
+
+
+def updated(rule: Paper, arm: Arm, version: int) -> None:
+    assert rule.choose(GROUPS[arm], N) is arm
+    assert rule.trained(GROUPS[arm], arm, WORSE)  # every update is put to use
+    rule.deploy(GROUPS[arm], arm, rule.variants(GROUPS[arm])[1], version)
+    rule.goes_on_as(version)
+
+
+def test_the_paper_warms_up_then_tries_both_arms_and_blocks_queries_behind_an_event() -> None:
+    rule = Paper("paper", 20)
+    assert asked(rule, WARMUP) == [0] * WARMUP
+    assert set(asked(rule, 5)) <= {1, 2}
+    assert rule.choose(1, 19) is Arm.SKIP
+    rule = Paper("paper", N)
+    asked(rule, 3 * N)
+    updated(rule, Arm.HEAD, 1)
+    assert asked(rule, 2, version=1) == [0, 0]
+    assert rule.choose(1, N) is Arm.SKIP  # an event is measured
+    assert asked(rule, 1, s=0.0, version=1) == [0]
+
+
+def test_equations_9_and_10_and_skip_where_no_arm_gains() -> None:
+    rule = Paper("paper", N)
+    asked(rule, 3 * N, rate=50.0)
+    updated(rule, Arm.FULL, 1)
+    asked(rule, N, rate=68.0, version=1)
+    assert rule.state.values == {Arm.FULL: pytest.approx(2.0)}
+    updated(rule, Arm.FULL, 2)
+    asked(rule, N, rate=59.0, version=2)
+    assert rule.state.values[Arm.FULL] == pytest.approx(0.9 * 2.0 - 0.1)
+    rule.state.updates = {Arm.HEAD: 4, Arm.FULL: 4}  # behind the cold start
+    rule.state.values = {Arm.HEAD: -1.0, Arm.FULL: 0.5}
+    assert asked(rule, 1, version=2) == [GROUPS[Arm.FULL]]
+    rule.state.values[Arm.FULL] = -0.5
+    assert asked(rule, 1, version=2) == [0]
+
+
+def test_a_trigger_of_little_signal_teaches_nothing_of_an_arm() -> None:
+    rule = Paper("paper", N)
+    asked(rule, 3 * N, s=4.0)
+    updated(rule, Arm.FULL, 1)
+    asked(rule, N, version=1)
+    assert (rule.state.values, rule.state.interval) == ({}, None)
+
+
+@pytest.mark.parametrize(("taus", "reverts"), [((2.4, 2.2, 2.0), True), ((2.4, 2.0, 2.2), False)])
+def test_three_falling_windows_bring_the_first_ones_weights_back(taus: tuple[float, ...], reverts: bool) -> None:
+    rule, verdicts = Paper("paper", N), []
+    for version, tau in enumerate(taus):
+        rule.goes_on_as(version)
+        for _ in range(N):
+            record = query(tau=tau, version=version, s=9.0)
+            rule.take(record, version, False)
+            if verdict := rule.settle(record, version):
+                verdicts.append((verdict.what, verdict.version))
+    assert verdicts == [("good", 0), ("good", 1), ("revert", 0) if reverts else ("good", 2)]
+    rule.state.values = {Arm.FULL: 1.0}
+    rule.follow(Routes(), 7)
+    assert (rule.state.values, rule.state.windows, rule.state.version) == ({}, [], 7)
+
+
+def test_other_policies_are_the_papers_with_fewer_arms() -> None:
+    for policy, arm in (("head-only", Arm.HEAD), ("full-only", Arm.FULL)):
+        rule = Paper(policy, N)
+        assert set(asked(rule, 40)) == {0, GROUPS[arm]}
+        updated(rule, arm, 1)
+        assert [route and route.share for route in rule.routes().routes] == [1.0]
+        assert PaperState.model_validate_json(rule.state.model_dump_json()) == rule.state
+    always = Paper("always", N)
+    assert set(asked(always, 2 * N)) == {GROUPS[Arm.FULL]}
+    assert always.choose(GROUPS[Arm.FULL], 1) is Arm.FULL
+    asked(always, 1)
+    assert always.choose(GROUPS[Arm.FULL], 50) is Arm.SKIP
