@@ -47,8 +47,8 @@ DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 class WeightSync:
     """Takes pushes for a worker's head."""
 
-    def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits) -> None:
-        self._worker, self._limits, self._waits = worker, limits, waits
+    def __init__(self, worker: Worker, waits: StreamWaits) -> None:
+        self._worker, self._waits = worker, waits
         self._turn = asyncio.Lock()
 
     async def take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
@@ -63,7 +63,7 @@ class WeightSync:
             async with self._turn:
                 return await self._take(messages)
         except CoppiceError as error:
-            log.warning("weights refused", why=str(error))
+            log.warning("weights refused", reason=str(error))
             await self._drop(messages)
             raise
 
@@ -116,7 +116,7 @@ class DrafterServicer:
         """workers: of the heads, by their pools' names. ahead: whether drafts are begun before they are asked for."""
         self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
         self._ahead = ahead
-        self._syncs = {name: WeightSync(worker, limits, waits) for name, worker in workers.items()}
+        self._syncs = {name: WeightSync(worker, waits) for name, worker in workers.items()}
         self._keys = itertools.count()
         self._fetching: Counter[str] = Counter()
         self._readers: set[asyncio.Task[None]] = set()
