@@ -50,8 +50,8 @@ class Admission:
             self._wake()
 
     def _full(self, units: int, reason: str) -> Overloaded:
-        """The refusal, with a hint when to come back. Each hint is a later time than the one before, so
-        that those who come back are a few times as many as there is room for by then, however many were refused.
+        """The refusal, with a hint when to come back: each a later time than the last, so that a few times as many
+        callers come back as there is room for by then, however many were refused.
         """
         now = asyncio.get_running_loop().time()
         later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES

@@ -177,12 +177,14 @@ class Door:
     limits: Limits = field(default_factory=Limits)
     full: Callable[[], object] | None = None
     """raises Overloaded while no streamed answer can begin; it is asked before the call's message is read"""
+    message_s: float = health.MESSAGE_S
+    """longest wait for the message of a call that has one"""
 
 
 def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> grpc.RpcMethodHandler:
     """Every request is read as a stream: what a call brings is then ours to bound, one message or many."""
     idle_s = door.limits.idle_s
-    message_s = min(idle_s, health.MESSAGE_S)
+    message_s = min(idle_s, door.message_s)
 
     @contextlib.asynccontextmanager
     async def admitted(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[None]:

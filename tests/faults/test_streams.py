@@ -81,11 +81,8 @@ async def test_a_call_that_is_never_written_to_ends(lookup: Ready, method: str) 
     assert IDLE_S <= time.monotonic() - began < IDLE_S + 2
 
 
-async def test_the_one_message_of_a_call_is_not_waited_for_as_long_as_a_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(health, "MESSAGE_S", IDLE_S)
-    async with careless(Limits(idle_s=300)) as (_, address), called(address, "DescribeHead") as call:
+async def test_the_one_message_of_a_call_is_not_waited_for_as_long_as_a_session() -> None:
+    async with careless(Limits(idle_s=300), IDLE_S) as (_, address), called(address, "DescribeHead") as call:
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert await call.details() == f"no message for {IDLE_S:g} s"
 
@@ -189,9 +186,14 @@ class Careless:
 
 
 @asynccontextmanager
-async def careless(limits: Limits = READ_OR_LEAVE) -> AsyncIterator[tuple[Careless, str]]:
+async def careless(limits: Limits = READ_OR_LEAVE, message_s: float = 5.0) -> AsyncIterator[tuple[Careless, str]]:
     server, servicer = grpc.aio.server(options=server_options(Limits(), "drafter")), Careless()
-    add_service(server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, Door(limits=limits))
+    add_service(
+        server,
+        drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"],
+        servicer,
+        Door(limits=limits, message_s=message_s),
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"127.0.0.1:{port}"
