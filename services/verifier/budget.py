@@ -139,13 +139,13 @@ def measure(engine: Engine, kv_tokens: int) -> CostCurve:
     `kv_tokens`: the size of the pool. Runs where the engine runs, while it serves nobody.
     """
     most = min(kv_tokens, engine.info.max_context) - _CONTEXT
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     began = time.perf_counter()
     for rows in _ROWS:
         # One row always: a small pool or context has room for no more.
-        if rows == 1 or (rows <= most and (len(found) < _LEAST_POINTS or time.perf_counter() - began < _MEASURE_S)):
-            found[rows] = engine.timings((rows,), context=_CONTEXT, repeats=_REPEATS)[rows] / 1e9
-    return CostCurve(found)
+        if rows == 1 or (rows <= most and (len(seconds) < _LEAST_POINTS or time.perf_counter() - began < _MEASURE_S)):
+            seconds[rows] = engine.timings((rows,), context=_CONTEXT, repeats=_REPEATS)[rows] / 1e9
+    return CostCurve(seconds)
 
 
 class Pruner:
@@ -166,8 +166,8 @@ class Pruner:
         if not open_:
             return
         scores = [path_scores(job.tree).tolist() for job in open_]
-        for found in scores:
-            self._profile.observe(found)
+        for of_tree in scores:
+            self._profile.observe(of_tree)
         whole = [score for job in grown if job.whole for score in path_scores(job.tree).tolist()]
         gain = len(steps) + sum(map(math.exp, whole))
         for job, budget in zip(open_, share(scores, self._rows + len(whole), gain, self._seconds), strict=True):

@@ -133,10 +133,10 @@ class PrefixCache:
             if set(block.layers) <= set(held[1].layers):
                 block = held[1]
         elif len(self._held) >= self._most:
-            given_up = self._pool.give_up()
-            if given_up is None:
+            evicted = self._pool.give_up()
+            if evicted is None:
                 return
-            self._forget(given_up)
+            self._forget(evicted)
         self._held[block.digest] = at, block
         self._digests[at] = block.digest
         self._pool.keep(at, use - number * _LATER)

@@ -1,8 +1,8 @@
 """The other ranks of a target that several devices share: processes that do, step by step, what this one does.
 
 Rank 0 is the verifier itself: it alone decides. Before a forward it broadcasts what the others need to do the same,
-which is the rows, where they lie, and the slots that were moved in the KV since the forward before. Whoever ends, by
-whatever, ends all: a rank that is left alone would wait for ever.
+which is the rows, where they lie, and the slots that were moved in the KV since the forward before. If a rank exits,
+all exit: one left alone would wait in its next collective.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def decode(words: Words, block_size: int) -> tuple[PackedBatch, Words]:
     """What `encode` was given; the moves as one array. Block tables are good for a forward alone."""
     count = int(words[0])
     arrays = np.split(words[1 + count :], np.cumsum(words[1 : 1 + count])[:-1])
-    tokens, positions, kept, layers, moved, *told = arrays
+    tokens, positions, kept, layers, moved, *of_tails = arrays
     tails: list[Tail] = []
-    for first in range(0, len(told), _PER_TAIL):
-        facts, blocks, at, bits = told[first : first + _PER_TAIL]
+    for first in range(0, len(of_tails), _PER_TAIL):
+        facts, blocks, at, bits = of_tails[first : first + _PER_TAIL]
         prefix, rows, keys, consecutive = map(int, facts)
         visible = np.unpackbits(bits.view(np.uint8), count=rows * keys).reshape(rows, keys).view(np.bool_)
         table = BlockTable("", block_size, blocks, prefix + keys, bool(consecutive))
@@ -83,8 +83,8 @@ def send(words: Words) -> None:
     """Rank 0's broadcast: its length and the first words, and the rest in a second one if there is any."""
     first = torch.zeros(AT_ONCE, dtype=torch.int64)
     first[0] = len(words)
-    said, rest = words[: AT_ONCE - 1], words[AT_ONCE - 1 :]
-    first[1 : 1 + len(said)] = torch.from_numpy(said)
+    head, rest = words[: AT_ONCE - 1], words[AT_ONCE - 1 :]
+    first[1 : 1 + len(head)] = torch.from_numpy(head)
     dist.broadcast(first, 0)
     if len(rest):
         dist.broadcast(torch.from_numpy(rest), 0)
@@ -95,12 +95,12 @@ def receive() -> Words:
     first = torch.empty(AT_ONCE, dtype=torch.int64)
     dist.broadcast(first, 0)
     length = int(first[0])
-    said = first[1 : 1 + length].numpy()
-    if len(said) == length:
-        return said
-    rest = torch.empty(length - len(said), dtype=torch.int64)
+    head = first[1 : 1 + length].numpy()
+    if len(head) == length:
+        return head
+    rest = torch.empty(length - len(head), dtype=torch.int64)
     dist.broadcast(rest, 0)
-    return np.concatenate([said, rest.numpy()])
+    return np.concatenate([head, rest.numpy()])
 
 
 log = structlog.get_logger()
@@ -121,11 +121,11 @@ class Ranks:
         self._stopping = False
         listener = socket.create_server((HOST, 0))  # of the host alone: whoever reaches it could be a rank
         port = listener.getsockname()[1]
-        told = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
+        flags = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
         module = f"{__package__}.ranks"
         variables = environment(checkout()) | {"MASTER_PORT": str(port)}
         self._processes = [
-            spawn(module, told, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
+            spawn(module, flags, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
         ]
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
@@ -185,7 +185,7 @@ def join(settings: VerifierSettings, rank: int, port: int, listener: socket.sock
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
-    # What is said of a forward lies on the host, so that gloo is needed on CUDA too.
+    # Forwards are broadcast from the host, so that gloo is needed on CUDA too.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=_PATIENCE)
 

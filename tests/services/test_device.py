@@ -161,7 +161,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize("sessions", [1, 8])
 async def test_what_a_step_copies_does_not_depend_on_how_many_sessions_it_has(
     target: Path, sessions: int, name: str
 ) -> None:

@@ -75,13 +75,6 @@ def test_free_rows_take_every_node_and_dear_ones_none() -> None:
     assert share([], 4, 4.0, linear(0.0, 0.01)) == []
 
 
-def test_more_sessions_leave_fewer_nodes_to_each() -> None:
-    curve, scores = linear(0.01, 0.001), np.log([0.9, 0.8, 0.6, 0.4, 0.2, 0.1])
-    kept = [share([scores] * sessions, sessions, float(sessions), curve)[0] for sessions in (1, 4, 16, 64)]
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] > kept[-1]
-
-
 def test_a_curve_meets_its_points_never_falls_and_goes_on_behind_them() -> None:
     curve = CostCurve({1: 0.010, 4: 0.009, 16: 0.014, 32: 0.022})
     assert curve([1, 4, 16, 32]) == pytest.approx([0.010, 0.010, 0.014, 0.022])

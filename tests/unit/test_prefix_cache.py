@@ -182,12 +182,6 @@ def test_nobody_is_served_what_is_not_theirs(salt: str, scored: bool, share: flo
     assert cached.open(ids_of(3)).reused_tokens == (16 if share else 0)
 
 
-def test_without_a_salt_nothing_is_kept(cached: Cached) -> None:
-    cached.cache.close(cached.open(ids_of(4), ""))
-    assert cached.open(ids_of(4), "").reused_tokens == 0
-    assert (cached.count("tokens"), cached.pool._used_at.any()) == (0, False)
-
-
 def test_blocks_come_with_the_features_that_are_wanted_or_not_at_all(cached: Cached) -> None:
     text = ids_of(5)
     cached.cache.close(cached.open(text))  # without any
