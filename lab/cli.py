@@ -203,7 +203,7 @@ def rank(options: Options) -> None:
     from lab.paper.rank import run_rank
     from lab.questions import prompt_ids
 
-    spec = with_heads(replace(options, dtype="float32"), ("specblock",))
+    spec = with_heads(replace(options, dtype="float32"), ("specblock",), ["specblock-code"])
     asked = prompt_ids(options, spec)
     with reporting("bench paper rank", spec, options) as report:
         run_rank(spec, report, asked, options.max_new_tokens, options.budget)

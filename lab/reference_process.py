@@ -13,6 +13,8 @@ from coppice.errors import Unavailable
 from coppice.testing.reference import Reference
 from coppice.testing.target_text import TargetText
 
+GRACE_S = 5.0
+
 
 class ReferenceProcess(Reference):
     """A Reference that lives in a child process; a context manager. The child ends with whoever asks."""
@@ -41,6 +43,8 @@ class ReferenceProcess(Reference):
     def __exit__(self, *_: object) -> None:
         if self._pipe is not None:
             self._pipe.close()
+            self._process.join(GRACE_S)
+            self._process.kill()
             self._process.join()
             self._pipe = None
 
