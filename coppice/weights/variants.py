@@ -2,7 +2,7 @@
 
 They are part of the head's weights. `variants.2.NAME` is variant 2's value of the tensor NAME; of every tensor that is
 not named so it has variant 0's, the deployed one. `routes` says which texts a variant drafts for. So one version, one
-hash, one push, one canary and one rollback hold for all of them.
+hash, one push and one rollback hold for all of them.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Change:
     query: Count
     """the one it came after"""
     what: str
-    """head, full, variant, pays, loses, refused, revert or rollback"""
+    """head, full, pays, loses, revert or rollback"""
     version: Version
     """the one it made"""
     train_s: Finite = 0.0
@@ -117,7 +117,7 @@ class HeadStatus:
     policy: str
     paused: bool
     doing: str
-    """idle, training, syncing or canary; STANDING_BY where another adapter is the active one, or redis is away"""
+    """idle, training or syncing; STANDING_BY where another adapter is the active one, or redis is away"""
     version: Version
     """that is to be in use"""
     weights_hash: bytes

@@ -86,6 +86,7 @@ class Rule(Protocol):
 
     def begins(self, group: int) -> bool:
         """Whether the latest query began this group, perhaps in the place of another one."""
+        return False
 
     def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
         """Judge the weights in use after `take`; `newest`: the highest version so far."""
@@ -116,6 +117,7 @@ class Rule(Protocol):
 
     def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
         """Report what is known of each kind, with so many texts by group."""
+        return []
 
 
 PRIOR_VALUES = {Arm.HEAD: 0.20, Arm.FULL: 0.25}

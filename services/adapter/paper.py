@@ -15,9 +15,9 @@ from coppice.limits import SKETCH
 from coppice.signals.records import Demand, QueryRecord
 from coppice.speculation.sampling import uniform
 from coppice.weights.variants import Route, Routes
-from coppice.wire.adapter import ActionStatus, KindStatus
+from coppice.wire.adapter import ActionStatus
 
-from .decide import Arm, Trained, Verdict
+from .decide import Arm, Rule, Trained, Verdict
 
 ARMS: dict[str, tuple[Arm, ...]] = {
     "paper": (Arm.HEAD, Arm.FULL),
@@ -61,7 +61,7 @@ class PaperState(BaseModel):
     windows: list[tuple[float, int]] = []  # mean tau and version of the last ones that closed
 
 
-class Paper:
+class Paper(Rule):
     """Overwrites one variant of the head that drafts for all texts; see decide.Rule."""
 
     demand: Demand = "misses"
@@ -159,10 +159,6 @@ class Paper:
         """Note the number of the weights in use."""
         self.state.version = version
 
-    def begins(self, group: int) -> bool:
-        """Empty buffers with updates alone."""
-        return False
-
     def routes(self) -> Routes:
         """Let the variant draft for all texts."""
         return Routes([Route([0.0] * SKETCH, _EVERYWHERE, self.state.variant, 1.0)] if self.state.variant else [])
@@ -171,7 +167,3 @@ class Paper:
         """Report the arms, with values in tokens/s for each unit of s."""
         state = self.state
         return [ActionStatus(arm, state.values.get(arm), state.updates.get(arm, 0)) for arm in self._arms]
-
-    def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
-        """Report none: the rule does not tell texts apart."""
-        return []
