@@ -17,12 +17,10 @@ from coppice.signals.producer import Producer
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 
-from .drafters import HeadPool, feature_layers
-from .feedback import Signals
-from .replicas import Pool
-from .service import GenerationServicer
-from .tokenizer import TextCodec
-from .verifiers import TargetPool
+from .encoder import TextCodec
+from .heads import HeadPool, feature_layers
+from .service import GenerationServicer, Signals
+from .targets import Pool, TargetPool
 
 if TYPE_CHECKING:
     from .http.server import HttpServer

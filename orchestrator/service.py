@@ -16,134 +16,28 @@ from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
-from coppice.speculation.policy import Policy, outcomes, policy_names, sum_confidence
-from coppice.speculation.tree import prune
+from coppice.signals.producer import Producer
+from coppice.signals.records import QueryRecord
+from coppice.speculation.policy import Policy, policy_names
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from coppice.wire.drafter import OpenDraft
-from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.wire.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
 from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
-from .account import Account
-from .auto.arms import PLAIN, SINGLE, Arm
-from .auto.chooser import Chooser, StepSeen
-from .auto.text_estimates import TextEstimates
-from .drafters import HeadPool, feature_layers
-from .drafting import Drafting
-from .encoder import Encoder
-from .feedback import Signals
-from .head_session import HeadSession
-from .output import Output
-from .policies import FixedPolicy, StepPolicy
-from .prediction import KIND, check_usable
-from .step import Committed, Step
-from .step_loop import Decoding, Plan
+from .answer import Account, Chunks, Output
+from .auto import AutoPolicy, Rates, Text
+from .encoder import Encoder, TextCodec, no_room
+from .heads import HeadPool, HeadSession, feature_layers
+from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
+from .step import Committed, FixedPolicy, StepPolicy
+from .targets import TargetPool, TargetSession
 from .text import TextStream, TokenBytes
-from .tokenizer import TextCodec, no_room
-from .verifiers import TargetPool, TargetSession
-
-
-class Chunks:
-    """Passes chunks on as they come, or `size` tokens at a time; the last one holds the rest."""
-
-    def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
-        """`size` 0 passes every commit on as it is."""
-        self._emit, self._size = emit, size
-        self._held: Chunk | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        """Take in the tokens of a commit."""
-        if not self._size:
-            self._emit(chunk)
-            return
-        held = chunk if self._held is None else _joined(self._held, chunk)
-        while len(held.ids) >= self._size:
-            self._emit(_part(held, slice(None, self._size)))
-            held = _part(held, slice(self._size, None))
-        self._held = held if held.ids else None
-
-    def flush(self) -> None:
-        """Pass on what is left."""
-        if self._held is not None:
-            self._emit(self._held)
-            self._held = None
-
-
-def _joined(first: Chunk, second: Chunk) -> Chunk:
-    return Chunk(
-        text=first.text + second.text,
-        ids=first.ids + second.ids,
-        origins=first.origins + second.origins,
-        pieces=first.pieces + second.pieces,
-        log_probs=first.log_probs + second.log_probs,
-        top=first.top + second.top,
-    )
-
-
-def _part(chunk: Chunk, part: slice) -> Chunk:
-    pieces = chunk.pieces[part]
-    return Chunk(
-        "".join(pieces), chunk.ids[part], chunk.origins[part], pieces, chunk.log_probs[part], top=chunk.top[part]
-    )
-
-
-class AutoPolicy(StepPolicy):
-    """Plays the arm that is chosen for all sessions, and tells what came of it."""
-
-    def __init__(
-        self, chooser: Chooser, text: TextEstimates, heads: Sequence[str], metrics: OrchestratorMetrics
-    ) -> None:
-        self._chooser, self._text, self._heads, self._metrics = chooser, text, heads, metrics
-        self._arm = Arm(PLAIN, Policy(PLAIN, ()), ())
-        self._learns = False  # whether the arm of the step that was observed last has several heads
-
-    def heads(self, step: Step) -> Sequence[int]:
-        """The heads of the arm; of a cascade the first one."""
-        self._arm = self._chooser.decide(self._text, step.hint)
-        self.policy = self._arm.policy
-        return self._arm.first
-
-    @property
-    def soon(self) -> Sequence[int]:
-        """The heads of what looks best for a text that begins."""
-        return self._chooser.soon(self._text)
-
-    def budget(self, most: int, hint: int | None) -> int:
-        """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
-        return min(most, hint) if hint and not self._text.is_predicted(self._arm) else most
-
-    def more(self, step: Step) -> Sequence[int]:
-        """The second head of a cascade, where the first one's tree promises too little."""
-        rest = self._arm.heads[len(self._arm.first) :]
-        return rest if rest and self._text.goes_on(sum_confidence(step.drafts[step.asked[0]].scored)) else ()
-
-    def observe(self, step: Step) -> None:
-        """Take in the step's seconds, and what it gained."""
-        verdict = step.judged
-        times = verdict.timings
-        rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
-        seen = StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.asked, step.opening)
-        self._chooser.observe(self._text, seen)
-        self._learns = len(self._arm.heads) > 1
-        self._metrics.auto_choices.labels(self._arm.name).inc()
-
-    def learn(self, step: Step) -> None:
-        """Take in what each head would have gained alone in a step of several."""
-        verdict = step.judged
-        nodes = len(verdict.verified) if verdict.pruned else step.budget
-        if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
-            for at in step.asked:
-                tree, _ = prune(step.drafts[at].scored, nodes)
-                self._text.gained(SINGLE + self._heads[at], int(outcomes(tree, step.offered)[1].sum()))
-
-    def close(self) -> None:
-        """End the text."""
-        self._chooser.end(self._text)
-
 
 P = TypeVar("P")
 
+LAST_MISS_S = 2.0  # how long a drafter may take to report the last miss
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
 
@@ -172,7 +66,7 @@ class GenerationServicer:
         self.policies = ("plain", *(f"single:{name}" for name in names), *(policy_names()[1:] if names else ()))
         for policy in self.policies:  # those of other packages are imported here, or refused
             Policy.parse(policy, names)
-        self._choosers: dict[frozenset[str], Chooser] = {}  # of `auto`, by the heads it may ask
+        self._rates: dict[frozenset[str], Rates] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
         self.seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
@@ -248,7 +142,7 @@ class GenerationServicer:
                 account.admitted()
                 ids = await self._prompt_ids(request)
                 request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
-                finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
+                finished = await self._decode(request, ids, send, account)
             finished.timings.queue_ns = account.queue_ns
             send(finished)
             outcome = finished.finish_reason
@@ -262,45 +156,28 @@ class GenerationServicer:
             account.ended(outcome)
 
     async def _decode(
-        self,
-        request: GenerationRequest,
-        ids: list[int],
-        plan: Plan,
-        send: Callable[[StreamEvent], None],
-        account: Account,
+        self, request: GenerationRequest, ids: list[int], send: Callable[[StreamEvent], None], account: Account
     ) -> Finished:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
-        session = account.id
-        pools = [self.heads[name] for name in plan.policy.heads]
-        layers = await feature_layers(pools if plan.budget else [], "policy")
-        if request.prediction_ids:
-            check_usable([pool.kind for pool in pools])
-        heads = [self._head_session(pool, session, request, plan) for pool in pools]
         prompt_tokens = len(ids) - len(request.resume_ids)
-        opening = OpenSession(
-            session=session,
-            ids=[],
-            sampling=request.sampling,
-            stop_ids=plan.stop_ids,
-            max_len=prompt_tokens + plan.max_new_tokens,
-            feature_layers=layers,
-            want_log_probs=request.want_log_probs,
-            prompt_tokens=prompt_tokens,
-            top_log_probs=request.top_log_probs,
-            want_prompt_log_probs=request.want_prompt_log_probs,
-            min_len=prompt_tokens + min(request.min_tokens, plan.max_new_tokens) if request.min_tokens else 0,
-            salt=client_salt(),
-        )
+        request, policy = self._settled(request, prompt_tokens)
+        budget = request.budget or 0
+        pools = [self.heads[name] for name in policy.heads]
+        layers = await feature_layers(pools if budget else [], "policy")
+        if request.prediction_ids:
+            check_predicted(pool.kind for pool in pools)
+        heads = [self._head_session(pool, account.id, request) for pool in pools]
+        opening = self._opening(request, account.id, prompt_tokens, layers)
         chunks = Chunks(send, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
-        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
+        started = Started(prompt_tokens, policy.name, policy.heads, budget, request.sampling.seed)
 
         stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
-        output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
+        output = Output(request, prompt_tokens, stream, opening.stop_ids, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
-        policy = self._policy(request, plan, ids[:prompt_tokens])
-        drafting = Drafting(heads, policy, plan.draft_deadline_s)
-        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
-        account.result, account.policy = output.result, plan.policy.name
+        steps = self._step_policy(request, policy)
+        drafting = Drafting(heads, self.settings.orchestrator.draft_deadline_ms / 1e3)
+        decoding = Decoding(request, Committed(ids), verifier, drafting, steps, output, account)
+        account.result, account.policy = output.result, policy.name
         finished = False
         try:
             result = await decoding.run(lambda opened: send(_scored(started, request, ids[:prompt_tokens], opened)))
@@ -309,31 +186,53 @@ class GenerationServicer:
         finally:
             chunks.flush()
             verifier.close()
-            policy.close()
+            steps.close()
             if self.signals is not None and finished and any(head.signal.learns for head in heads):
-                self.signals.ended(session, decoding, heads)
+                self.signals.ended(decoding, heads)
             else:
                 for head in heads:
                     head.close()
 
-    def _policy(self, request: GenerationRequest, plan: Plan, prompt: list[int]) -> StepPolicy:
+    def _step_policy(self, request: GenerationRequest, policy: Policy) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
-        names = plan.policy.heads
-        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == KIND]
-        if plan.policy.name != "auto" or not plan.budget:
-            whole = plan.whole_tree or bool(predicted)
-            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), whole)
-        chooser = self._choosers.setdefault(frozenset(names), Chooser())
-        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt, predicted)
-        return AutoPolicy(chooser, text, names, self.metrics)
+        names = policy.heads
+        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == PREDICTING_KIND]
+        if policy.name == "auto" and request.budget:
+            rates = self._rates.setdefault(frozenset(names), Rates())
+            return AutoPolicy(rates, Text(names, request.sampling.temperature > 0, predicted), names, self.metrics)
+        return FixedPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
 
-    def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
-        """One head of a request; it says what it misses when someone learns from that and it is of a kind that can."""
-        learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
-        predicted = (request.prediction_ids or ()) if pool.kind == KIND else ()
+    def _opening(
+        self,
+        request: GenerationRequest,
+        session: str,
+        prompt_tokens: int,
+        layers: tuple[int, ...],
+    ) -> OpenSession:
+        """A request's session with a verifier."""
+        return OpenSession(
+            session=session,
+            ids=[],
+            sampling=request.sampling,
+            stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
+            max_len=prompt_tokens + request.max_new_tokens,
+            feature_layers=layers,
+            want_log_probs=request.want_log_probs,
+            prompt_tokens=prompt_tokens,
+            top_log_probs=request.top_log_probs,
+            want_prompt_log_probs=request.want_prompt_log_probs,
+            min_len=prompt_tokens + min(request.min_tokens, request.max_new_tokens) if request.min_tokens else 0,
+            salt=client_salt(),
+        )
+
+    def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest) -> HeadSession:
+        """One head of a request; it reports its misses when it is of a kind that an adapter trains on them."""
+        learns = self.signals is not None and bool(pool.feature_layers) and bool(request.budget)
         misses = self.signals is not None and learns and self.signals.of_misses(pool.name)
-        salt = client_salt() if pool.kind == KIND else ""
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, predicted, salt)
+        predicts = pool.kind == PREDICTING_KIND
+        prediction = (request.prediction_ids or ()) if predicts else ()
+        salt = client_salt() if predicts else ""
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, prediction, salt)
         return HeadSession(pool, opening, self.target.vocab_size, learns)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
@@ -357,28 +256,21 @@ class GenerationServicer:
         except InvalidField as error:
             raise InvalidField("prediction", str(error).partition(": ")[2]) from None
 
-    def _plan(self, request: GenerationRequest, length: int) -> Plan:
+    def _settled(self, request: GenerationRequest, prompt_tokens: int) -> tuple[GenerationRequest, Policy]:
+        """The request with this deployment's values where it leaves them open, and its policy. Raises InvalidField."""
         settings = self.settings.orchestrator
         policy = Policy.parse(request.policy, list(self.heads)) if request.policy else self.default_policy
         if request.pq and not policy.name.startswith("single:"):
             raise InvalidField("accept_rule", "p/q rejection is exact under single:HEAD only")
-        prompt_tokens = length - len(request.resume_ids)
         room = self.target.max_len - prompt_tokens
         new = min(request.max_new_tokens or settings.max_new_tokens, room)
         if room <= 0:
             raise no_room(prompt_tokens, self.target.max_len)
         if len(request.resume_ids) > new:
             raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
-        return Plan(
-            policy=policy,
-            budget=settings.budget if request.budget is None else request.budget,
-            stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
-            max_new_tokens=new,
-            draft_deadline_s=settings.draft_deadline_ms / 1e3,
-            whole_tree=(request.budget is not None and policy.name != "auto")
-            or policy.name == "merge-full"
-            or request.pq,
-        )
+        budget = settings.budget if request.budget is None else request.budget
+        whole = (request.budget is not None and policy.name != "auto") or request.pq
+        return replace(request, budget=budget, max_new_tokens=new, whole_tree=whole), policy
 
     async def DescribeModel(
         self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
@@ -411,3 +303,55 @@ def _scored(started: Started, request: GenerationRequest, prompt: list[int], ope
     behind = slice(len(prompt) - 1)  # of resumed ids nothing is told
     scored, top = opened.prompt_log_probs[behind], opened.prompt_top[behind]
     return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)
+
+
+class Signals:
+    """Takes over the heads of requests that ended."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def of_misses(self, head: str) -> bool:
+        """Whether an adapter wants to know what a head misses."""
+        return self._producer.demand_for(head) == "misses"
+
+    def ended(self, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
+        """Fetch the heads' last misses, close the heads and queue their records, all in the background."""
+        task = asyncio.create_task(self._finish(decoding, heads))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Wait for what is under way and for the queue, at most a few seconds each."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_MISS_S)
+        await self._producer.stop()
+
+    async def _finish(self, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
+        try:
+            fence, ids = decoding.text.fence(decoding.steps + 1, LAST_MISS_S), decoding.text.ids
+            await asyncio.gather(*(head.last_miss(fence, ids, LAST_MISS_S) for head in heads))
+        finally:
+            for head in heads:
+                head.close()
+        for head in heads:
+            if head.signal.learns:
+                self._producer.query(head.pool.name, _record(decoding, head))
+
+
+def _record(decoding: Decoding, head: HeadSession) -> QueryRecord:
+    result, signal = decoding.output.result, head.signal
+    kind, variant = next(iter(signal.choices), (0, 0))
+    return QueryRecord(
+        session=decoding.account.id,
+        s=signal.s,
+        tau=result.tau,
+        new_tokens=result.new_tokens,
+        steps=result.steps,
+        tokens_per_s=result.new_tokens / max(1, result.timings.decode_ns) * 1e9,
+        versions=(signal.first_version, signal.last_version),
+        kind=kind,
+        variant=variant,
+        sketch=signal.sketch if len(signal.choices) == 1 else (),
+    )

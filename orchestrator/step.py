@@ -1,44 +1,21 @@
-"""One step of a request as a record: it is handed from draft to choose, verify, commit and learn."""
+"""One step of a request as a record, the text that it continues, and who decides in it."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coppice.speculation.policy import NO_HEAD, Choice
-from coppice.speculation.tree import DraftTree, IntArray
+from coppice.speculation.policy import NO_HEAD, Choice, Policy
+from coppice.speculation.tree import DraftTree, IntArray, prune
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.verifier import Verdict
 
-from .drafters import DrafterReplica
+from .heads import Draft
 
-
-@dataclass(slots=True)
-class Draft:
-    """What one head drafted in one step."""
-
-    tree: DraftTree = field(default_factory=DraftTree.empty)
-    """as the head sent it"""
-    scored: DraftTree = field(default_factory=DraftTree.empty)
-    """the same nodes with calibrated log-probs"""
-    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
-    predicted: list[int] = field(default_factory=list)
-    """of each node its place in the request's prediction, from 1, or 0; empty when the head drafts from none"""
-    deltas: list[int] = field(default_factory=list)
-    """nodes of each delta that arrived"""
-    forward_ns: int = 0
-    weights_version: int = 0
-    late: bool = False
-    bad: bool = False
-    replica: DrafterReplica | None = None
-    """which sent it"""
-
-
-NO_DRAFT = Draft()
-"""the draft of a head that was not asked; nobody changes it"""
 NOTHING = Choice(DraftTree.empty(), NO_HEAD)
 
 
@@ -74,12 +51,12 @@ class Step:
     asked: tuple[int, ...] = ()
     """heads that the policy asks"""
     opening: bool = False
-    """whether an asked head had first to take in the text"""
+    """whether an asked head had to prefill in this step"""
     root: int = -1
     choice: Choice = NOTHING
     verdict: Verdict | None = None
     offered: tuple[int, ...] = ()
-    """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
+    """the target's tokens behind the root: the accepted drafts, and the next root unless the text has ended"""
     num_accepted: int = 0
     """accepted drafts that the text took; it may have ended before the last ones"""
     at: Instants = field(default_factory=lambda: Instants(time.perf_counter_ns()))
@@ -146,3 +123,57 @@ class Committed:
     def fence(self, step: int, deadline_s: float, weights_version: int = 0) -> Fence:
         """What a message of a step says about the text that it continues."""
         return Fence(step, len(self.ids), self._hash, weights_version, int(deadline_s * 1e9))
+
+
+class StepPolicy(ABC):
+    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order."""
+
+    policy: Policy
+    """how the trees of the present step become one"""
+    whole_tree = False
+    """verify every node that is drafted, whether or not it pays"""
+
+    @property
+    def soon(self) -> Sequence[int]:
+        """Heads that the request will probably ask soon: their streams are opened before they are asked."""
+        return ()
+
+    @abstractmethod
+    def heads(self, step: Step) -> Sequence[int]:
+        """Pick the heads that the step asks for drafts."""
+
+    def budget(self, most: int, hint: int | None) -> int:
+        """How many nodes a step drafts: at a hint of 0 still one, to see what it gains."""
+        return most if hint is None else min(most, max(1, hint))
+
+    def choose(self, step: Step) -> Choice:
+        """Make the tree to verify of the drafts. The only tree that was asked for is taken as it is."""
+        if len(step.asked) == 1 and len(tree := step.drafts[step.asked[0]].scored):
+            return Choice(prune(tree, step.budget)[0], step.asked[0])
+        return self.policy.choose([draft.scored for draft in step.drafts], step.budget)
+
+    def observe(self, step: Step) -> None:  # noqa: B027  # to remember nothing is common
+        """Take in what the step took and gained, before the next one is decided."""
+
+    def learn(self, step: Step) -> None:  # noqa: B027
+        """Learn from the step what no other step waits for."""
+
+    def close(self) -> None:  # noqa: B027
+        """End the request, which may have failed or never begun."""
+
+
+class FixedPolicy(StepPolicy):
+    """Asks the same heads in every step."""
+
+    def __init__(self, policy: Policy, heads: Sequence[int], whole_tree: bool, predicted: bool) -> None:
+        """predicted: a head drafts from a prediction, of which the verifier's hint, made of all texts, says nothing."""
+        self.policy, self.whole_tree = policy, whole_tree
+        self._heads, self._keeps_budget = heads, whole_tree or predicted
+
+    def heads(self, step: Step) -> Sequence[int]:
+        """All of them."""
+        return self._heads
+
+    def budget(self, most: int, hint: int | None) -> int:
+        """As the verifier hints, unless the whole budget is to be drafted."""
+        return most if self._keeps_budget else super().budget(most, hint)

@@ -20,7 +20,7 @@ from coppice.heads import lm, ngram
 from coppice.heads.feature_head import WeightSwap
 from coppice.heads.ranking import Noise
 from coppice.speculation import sampling
-from orchestrator import step_loop
+from orchestrator import loop
 from services.verifier import session, worker
 from services.verifier.session import Job
 
@@ -200,7 +200,7 @@ def _rejected_token_drawn_from_p(patch: Patch) -> None:
 
 
 def _root_drawn_one_position_off(patch: Patch) -> None:
-    _changed(patch, step_loop, "draw", lambda draw, ids, p, seed, at: draw(ids, p, seed, at + 1))
+    _changed(patch, loop, "draw", lambda draw, ids, p, seed, at: draw(ids, p, seed, at + 1))
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import and_, xor
 
-from orchestrator.auto.arms import CASCADE, Arm, arms_of
-from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.text_estimates import TextEstimates
+from orchestrator.auto import Arm, Rates, StepSeen, arms_of
+from orchestrator.auto import Text as Estimates
 from services.verifier.budget import CostCurve, Profile, share
 
 PLAIN_ARM = arms_of(())[0]
@@ -52,7 +51,7 @@ class Text:
     chances: dict[str, list[float]]  # by head, of each token
     rights: dict[str, list[bool]]
     blur: list[float]  # of routing
-    estimates: TextEstimates
+    estimates: Estimates
     left: int
     opened: set[int] = field(default_factory=set)
     arm: Arm = PLAIN_ARM
@@ -87,7 +86,7 @@ class Machine:
         self.fixed = {arm.name: arm for arm in arms_of(self.names)}[fixed] if fixed else None
         self.seed, self.number, self.rng = seed, 0, random.Random(seed)
         self.price = CostCurve({rows: (world.forward_ms + world.row_ms * rows) / 1e3 for rows in (1, 64, 512)})
-        self.profile, self.chooser = Profile(), Chooser()
+        self.profile, self.rates = Profile(), Rates()
         self.hint: int | None = None
         self.beside_s, self.ended = 0.0, 0.0
         self.choices: dict[str, int] = {}
@@ -109,14 +108,14 @@ class Machine:
             expected = [text for text in batch if text.left > 0]
             for text in batch:
                 if text.left <= 0:
-                    self.chooser.end(text.estimates)
+                    self.rates.end(text.estimates)
             texts = [text for text in texts if text.left > 0]
             for text in expected:
                 self._draft(text, self.ended)
         return spent
 
     def _text(self, domain: int, at: int) -> Text:
-        """The same text whatever arms are chosen. Half of a prompt's ids are of its domain."""
+        """The same text whatever arms are chosen."""
         world, rng = self.world, random.Random(f"{self.seed} {self.number} {at}")
         tokens = world.tokens + DEPTH + 1
         hard = list(accumulate((rng.random() < 0.1 for _ in range(tokens)), xor))
@@ -126,25 +125,19 @@ class Machine:
             chances[head] = [chance * one for chance, one in zip(chances[head], sees, strict=True)]
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
-        prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
-        estimates = TextEstimates(self.chooser.statistics, self.names, prompt=prompt)
-        return Text(chances, right, blur, estimates, world.tokens)
+        return Text(chances, right, blur, Estimates(self.names), world.tokens)
 
     def _draft(self, text: Text, now: float) -> None:
         """Choose, and make the tree; `ready` says when the step is at the verifier."""
         world, at = self.world, self.world.tokens - text.left
-        text.arm = self.fixed or self.chooser.decide(text.estimates, self.hint)
+        text.arm = self.fixed or self.rates.decide(text.estimates, self.hint)
         self.choices[text.arm.name] = self.choices.get(text.arm.name, 0) + 1
-        text.asked = text.arm.first
-        staged = text.asked != text.arm.heads
-        if staged and text.estimates.goes_on(self._promised(text, at)):
-            text.asked = text.arm.heads
+        text.asked = text.arm.heads
         heads = [self.names[one] for one in text.asked]
         chances = [text.chances[head][at] for head in heads]
         text.lengths = lengths = [sum(accumulate(text.rights[head][at : at + DEPTH], and_)) for head in heads]
         times = [world.draft_ms[head] / 1e3 for head in heads]
-        together = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
-        text.draft_s = sum(times) if staged else together
+        text.draft_s = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
         text.opening = bool(set(text.asked) - text.opened)
         text.draft_s *= 1 + OPENING_STEPS * text.opening
         text.opened |= set(text.asked)
@@ -159,11 +152,6 @@ class Machine:
             self.profile.observe(text.scores)
         text.began = now
         text.ready = now + text.draft_s + (world.rest_ms + world.nodes_ms * bool(heads)) / 1e3
-
-    def _promised(self, text: Text, at: int) -> float:
-        """The accepted drafts that a cascade's first head expects, which it knows about as well as routing does."""
-        chance = min(0.95, text.chances[self.names[text.asked[0]]][at] * math.exp(text.blur[at]))
-        return sum(chance**depth for depth in range(1, DEPTH + 1))
 
     def _forward(self, texts: Sequence[Text], batch: Sequence[Text], start: float) -> float:
         """Verify the batch; returns what its sessions' steps took together."""
@@ -186,13 +174,11 @@ class Machine:
             text.left -= 1 + accepted
             spent += took
             if self.fixed is None:
-                self.chooser.observe(
-                    text.estimates, StepSeen(took, forward - plain, accepted, text.asked, text.opening)
-                )
+                self.rates.observe(text.estimates, StepSeen(took, forward - plain, accepted, text.opening))
                 if len(text.arm.heads) > 1 and nodes:
                     for head, right in zip(text.asked, text.lengths, strict=True):
                         offered = min(right, nodes, accepted + 1)  # the next root may be a head's draft too
-                        text.estimates.gained(f"single:{self.names[head]}", offered)
+                        self.rates.gained(text.estimates, f"single:{self.names[head]}", offered)
         return spent
 
     def _seconds(self, rows: Sequence[int]) -> list[float]:
@@ -214,7 +200,7 @@ def play(world: World, seed: int, fixed: str | None = None, warm: int = 4) -> Pl
 
 def against(world: World, seed: int = 0) -> tuple[float, float]:
     """Auto's speed over the best fixed arm's and over plain's, each in the domain where that is least."""
-    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads)) if arm.name != CASCADE}
+    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads))}
     auto = play(world, seed)
     best = min(auto.rate(domain) / max(one.rate(domain) for one in fixed.values()) for domain in auto.tokens)
     return best, min(auto.rate(domain) / fixed["plain"].rate(domain) for domain in auto.tokens)

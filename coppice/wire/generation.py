@@ -102,6 +102,8 @@ class GenerationRequest:
     """what the answer is expected to be, as text or as ids; not both"""
     pq: bool = False
     coupled: bool = True
+    whole_tree: bool = False
+    """verify every node that is drafted, whether or not it pays; the orchestrator decides it"""
 
 
 @carried_by(generation.Started)

@@ -16,9 +16,9 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving
 from coppice.telemetry import OrchestratorMetrics, SessionMetrics
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
-from orchestrator.drafters import HeadPool, feature_layers
+from orchestrator.heads import HeadPool, feature_layers
 from orchestrator.service import GenerationServicer
-from orchestrator.verifiers import TargetPool
+from orchestrator.targets import TargetPool
 from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker as Drafter

@@ -31,7 +31,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
-from orchestrator.drafters import HeadPool
+from orchestrator.heads import HeadPool
 from orchestrator.watch import best_path
 from tests.pushes import Push
 from tests.tiny import make_target

@@ -25,9 +25,9 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
-from orchestrator.drafters import HeadPool
+from orchestrator.heads import HeadPool
 from orchestrator.service import GenerationServicer
-from orchestrator.verifiers import TargetPool
+from orchestrator.targets import TargetPool
 from tests.processes import Service
 from tests.recorder import server_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier

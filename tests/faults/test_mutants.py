@@ -30,7 +30,7 @@ from coppice.testing.reference import Reference
 from coppice.wire.common import FeatureRef, Fence, committed_hash
 from coppice.wire.verifier import OpenSession, VerifyStep
 from lab.identity import Ids, Question, Way, ask, compare, drawn_by, questions
-from orchestrator.replicas import Replica
+from orchestrator.targets import Replica
 from tests.faults.inline import Pipeline, pipeline
 from tests.mutants import MUTANTS
 from tests.tiny import make_target

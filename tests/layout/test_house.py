@@ -14,7 +14,7 @@ from tests.layout.test_layout import ROOT, imports, sources
 ORDER = (
     ("coppice",),
     ("coppice/speculation", "coppice/prompts", "coppice/pictures"),
-    ("coppice/config", "coppice/wire", "orchestrator/auto"),
+    ("coppice/config", "coppice/wire"),
     ("coppice/engine", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),
     ("coppice/client", "coppice/signals", "coppice/weights"),

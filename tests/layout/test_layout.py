@@ -15,10 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator", "lab")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
-PURE = (
-    "coppice/speculation/",
-    "orchestrator/auto/",
-)
+PURE = ("coppice/speculation/",)
 """Folders and files that load no framework, but for the twin of sampling that runs on tensors."""
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 
@@ -148,7 +145,7 @@ def loaded_by(code: str) -> set[str]:
 def test_pure_modules_load_no_framework() -> None:
     paths = [path for path in sources() if path.startswith(PURE) and path != "coppice/speculation/sampling_torch.py"]
     loaded = loaded_by("\n".join(f"import {path[:-3].replace('/', '.')}" for path in paths))
-    assert len(paths) > 5
+    assert len(paths) >= 4
     assert loaded.isdisjoint({"grpc", "google", *HEAVY})
     assert {"coppice", "numpy"} <= loaded
 

@@ -30,7 +30,7 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.drafter import OpenDraft, draft_request_to_wire
 from coppice.wire.generation import Chunk
-from orchestrator.drafters import HeadPool, feature_layers
+from orchestrator.heads import HeadPool, feature_layers
 from services.drafter import following
 from tests.feeds import Feeder, feeding
 from tests.processes import Service

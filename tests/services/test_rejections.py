@@ -13,7 +13,7 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.signals.records import demand_key
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
-from orchestrator.head_session import own_rejection
+from orchestrator.heads import own_rejection
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.reference import make_tree

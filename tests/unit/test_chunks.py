@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coppice.wire.generation import Chunk, Origin
-from orchestrator.service import Chunks
+from orchestrator.answer import Chunks
 
 
 def commit(start: int, size: int) -> Chunk:

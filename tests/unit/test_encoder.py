@@ -23,8 +23,7 @@ from coppice.limits import MAX_CHAT_MESSAGES, Limits
 from coppice.rpc.access import Access, Tokens
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.generation import ChatMessage
-from orchestrator.encoder import SHORT_CHARS, Encoder
-from orchestrator.tokenizer import ChatTemplate, TextCodec
+from orchestrator.encoder import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
 from tests.tiny import make_target
 
 TEMPLATES = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))

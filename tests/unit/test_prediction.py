@@ -16,9 +16,7 @@ from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import paths, validate
 from coppice.wire.drafter import Advance, OpenDraft
-from orchestrator.auto.chooser import Chooser
 from tests.reference import EDITS, EFFORT, SHARE, edited
-from tests.unit.test_auto import Session, live
 
 VOCAB = 400
 GREEDY = SamplingParams()
@@ -160,25 +158,3 @@ def test_every_tree_is_valid_and_its_places_are_of_the_prediction(
         if place:
             assert prediction[place - 1] == token
             assert parent == 0 or places[parent] == place - 1
-
-
-# --- auto ---
-
-
-def test_auto_begins_with_a_head_that_has_the_prediction_and_keeps_it_while_it_fits() -> None:
-    chooser = Chooser()
-    for _ in range(3):  # texts without one: look-up is of no use
-        before = Session(chooser, ("a", "lookup"))
-        live(before, {"single:a": 3, "single:lookup": 0}, 100)
-        before.close()
-    fits = Session(chooser, ("a", "lookup"), predicted=("lookup",))
-    chosen = live(fits, {"single:a": 3, "single:lookup": 9}, 60)
-    assert chosen[:3] == ["single:lookup"] * 3
-    assert chosen.count("single:lookup") > 45
-    fits.close()
-    useless = Session(chooser, ("a", "lookup"), predicted=("lookup",))
-    chosen = live(useless, {"single:a": 3, "single:lookup": 0}, 100)
-    assert chosen[20:].count("single:a") > 60
-    useless.close()
-    after = live(Session(chooser, ("a", "lookup")), {"single:a": 3, "single:lookup": 0}, 60)
-    assert after.count("single:a") > 45

@@ -18,17 +18,15 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import verifier_pb2
 from coppice.wire.drafter import OpenDraft, draft_request_to_wire
 from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
-from orchestrator import replicas, verifiers
-from orchestrator.drafters import DrafterReplica
-from orchestrator.head_session import DraftStream
-from orchestrator.replicas import Replica
-from orchestrator.verifiers import TargetPool, TargetSession, VerifierReplica
+from orchestrator import targets
+from orchestrator.heads import DrafterReplica, DraftStream
+from orchestrator.targets import Replica, TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of
 
 
 async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(replicas.time, "monotonic", lambda: now)
+    monkeypatch.setattr(targets.time, "monotonic", lambda: now)
     replica = Replica("127.0.0.1:1", Dialer())
     pauses = []
     for well_s in (0.0, 0.1, 0.1, 9.0, 11.0):
@@ -129,7 +127,7 @@ class Slow:
 
 
 async def test_the_only_verifier_is_not_given_up_while_it_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "_PREFILL_S", 0.1)
+    monkeypatch.setattr(targets, "_PREFILL_S", 0.1)
     opening = OpenSession("s", [1], SamplingParams(), frozenset(), 8)
     async with server_of(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], Slow()) as server:
         pool = TargetPool([server.address], Dialer(), failover_s=0.2)

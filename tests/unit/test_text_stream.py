@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, GenerationRequest, Origin, Started
+from orchestrator.answer import Output
 from orchestrator.http.answers import Answer
 from orchestrator.http.bodies import ChatBody, CompletionBody
-from orchestrator.output import Output
 from orchestrator.text import TextStream, TokenBytes
 
 CORPUS = [
@@ -283,13 +283,13 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
 def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: Any) -> tuple[list[Chunk], Output]:
     """An answer of these ids."""
     chunks: list[Chunk] = []
-    request = GenerationRequest(text="a", want_log_probs=True, **told)
+    request = GenerationRequest(text="a", max_new_tokens=len(tokens), want_log_probs=True, **told)
     stream = TextStream(made(family)[1], request.stop, request.min_tokens)
-    output = Output(request, 1, stream, ends, len(tokens), chunks.append)
+    output = Output(request, 1, stream, ends, chunks.append)
     for token in tokens:
         if output.finish is None:
             output.commit([], (token, -1.0), ())
-            output.flush()
+            output.flush(None)
     return chunks, output
 
 

@@ -1,0 +1,330 @@
+"""`auto`: which heads to ask in a step, if any, by what steps lately gained and took.
+
+A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens that a step commits over
+the seconds that it takes,
+
+    rate = (1 + gain) / (plain step + extra),
+
+where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
+rows, and waiting for others that draft too. All sessions of a process share the seconds, by arm and load, and the
+gains, by arm; a text's own steps outweigh all other texts' after TEXT_STEPS of them.
+
+The arm of the highest rate is played, each gain raised by its standard deviation (an upper confidence bound: Auer et
+al., 2002). So arms that are nearly as good are tried now and then, and hopeless ones hardly ever. Plain gains nothing
+for certain, and is the floor. At a new load a few plain steps come first, and a new head is played for a few rounds
+before it is compared. The choice is deterministic given what steps took and gained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from coppice.speculation.policy import Policy, outcomes
+from coppice.speculation.tree import prune
+from coppice.telemetry import OrchestratorMetrics
+
+from .step import Step, StepPolicy
+
+PLAIN, SINGLE = "plain", "single:"
+PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
+
+PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
+LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
+RUN = 4  # rounds that an arm is played at least: the first one may have to open streams and catch up
+RETRY = 512  # rounds between two runs of drafting while the verifier hints that no node pays
+
+FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
+JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best and of the slowest head, before route or merge was tried
+TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+PREDICTED_GAIN, PREDICTED_STEPS = 4.0, 4.0  # first gain and its weight of a head with a prediction, in each text anew
+TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
+MEMORY = 1024.0  # steps of all texts that count: heads are trained on, and one that gained little is tried again
+
+COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
+RATE = 0.1  # of the averages of seconds: a machine that slows down is noticed within ten steps
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One choice: the request's heads that are asked, by index, and how their trees become one."""
+
+    name: str
+    policy: Policy
+    heads: tuple[int, ...]
+
+
+def arms_of(heads: Sequence[str]) -> tuple[Arm, ...]:
+    """Plain, each head alone, and with several heads all of them routed and merged."""
+    every = tuple(range(len(heads)))
+    alone = [Arm(SINGLE + name, Policy("route", tuple(heads)), (at,)) for at, name in enumerate(heads)]
+    joint = [Arm(name, Policy(name, tuple(heads)), every) for name in ("route", "merge") if len(heads) > 1]
+    return (Arm(PLAIN, Policy(PLAIN, ()), ()), *alone, *joint)
+
+
+@dataclass(slots=True)
+class Seconds:
+    """A moving average by load, of `count` steps there."""
+
+    by_load: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def see(self, load: int, seconds: float, beside: float = 0.0) -> None:
+        """Take in a step. `beside`: what else it took; a step that stalled counts as twice the usual one."""
+        mean, count = self.by_load.get(load, (seconds, 0))
+        count += 1
+        if count <= COLD:
+            mean = min(mean, seconds)
+        else:
+            mean += (min(seconds, 2 * mean + beside) - mean) * max(RATE, 1 / count)
+        self.by_load[load] = mean, count
+
+    def bound(self, load: int, seconds: float) -> None:
+        """Take in that a step takes no longer, such as a plain one than a drafting one."""
+        mean, count = self.by_load.get(load, (seconds, 0))
+        if count and seconds < mean:
+            self.by_load[load] = mean + RATE * (seconds - mean), count
+
+    def at(self, load: int) -> float | None:
+        """The mean at a load; where it was never seen, at the nearest one, of two the lower. None: nothing was seen."""
+        if load in self.by_load:
+            return self.by_load[load][0]
+        nearest = min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
+        return None if nearest is None else self.by_load[nearest][0]
+
+    def count(self, load: int) -> int:
+        """Steps seen at a load."""
+        return self.by_load.get(load, (0.0, 0))[1]
+
+
+@dataclass(slots=True)
+class Gain:
+    """Accepted drafts of an arm's steps."""
+
+    total: float = 0.0
+    steps: float = 0.0
+
+    def see(self, accepted: int, memory: float) -> None:
+        """Take in a step; the `memory` latest ones count."""
+        self.total += accepted - self.total / memory
+        self.steps += 1 - self.steps / memory
+
+    def mean(self, first: float, weight: float) -> float:
+        """Accepted drafts a step, where `weight` steps that gain `first` are taken as seen before."""
+        return (weight * first + self.total) / (weight + self.steps)
+
+
+@dataclass(slots=True)
+class StepSeen:
+    """What a step came to.
+
+    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head had to prefill, so
+    that the step's time says nothing of later ones.
+    """
+
+    seconds: float
+    rows_s: float
+    accepted: int
+    opening: bool = False
+
+
+class Text:
+    """One request as `auto` knows it: its arms, and what they gained in it."""
+
+    def __init__(self, heads: Sequence[str], sampled: bool = False, predicted: Collection[str] = ()) -> None:
+        """predicted: the heads that have a prediction."""
+        self.arms = {arm.name: arm for arm in arms_of(heads)}
+        fresh = {name for name, arm in self.arms.items() if any(heads[at] in predicted for at in arm.heads)}
+        self.keys = {name: (PREDICTED * (name in fresh) + name, sampled) for name in self.arms}
+        """what all texts' gains of an arm are kept under"""
+        self.own: defaultdict[str, Gain] = defaultdict(Gain)
+        self.steps = 0
+        self.arm = PLAIN
+        self.hint: int | None = None
+
+    def is_predicted(self, arm: str) -> bool:
+        """Whether an arm drafts from a prediction."""
+        return self.keys[arm][0] != arm
+
+
+class Rates:
+    """What steps of a process's texts gained and took by arm and load, and the arm that all of them play.
+
+    Sessions that draft for different times would fall into groups that wait for each other's forwards, so all of them
+    play the same arm, chosen anew when each had a step.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+        """under way"""
+        self.plain = Seconds()
+        self.extra: defaultdict[str, Seconds] = defaultdict(Seconds)
+        """what a step of an arm takes beside a plain one"""
+        self.gains: defaultdict[tuple[str, bool], Gain] = defaultdict(Gain)
+        """of an arm in greedy and in sampled texts"""
+        self.rounds: defaultdict[tuple[str, bool], float] = defaultdict(float)
+        """that an arm was played for; the steps of all texts under way make a round"""
+        self._arm = PLAIN
+        self._steps = 0
+        self._chosen_until = 0  # the step at which the arm is chosen anew
+        self._rest = 0  # rounds that the arm is still played for in any case
+        self._hinted = (
+            -1
+        )  # rounds since the verifier began to say that no node pays, or since the latest run of drafting
+
+    @property
+    def load(self) -> int:
+        """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
+        return len(self.texts).bit_length()
+
+    def decide(self, text: Text, hint: int | None) -> Arm:
+        """The arm of a text's next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
+        if not text.steps and text not in self.texts:
+            self.texts.append(text)
+            self._rest = 0
+        if self._steps >= self._chosen_until:
+            self._choose(text, hint)
+            self._chosen_until = self._steps + len(self.texts)
+        text.arm, text.hint = self._arm, hint
+        return text.arms[self._arm]
+
+    def end(self, text: Text) -> None:
+        """A text ends, or never began."""
+        if text in self.texts:
+            self.texts.remove(text)
+
+    def soon(self, text: Text) -> tuple[int, ...]:
+        """The heads that a text which begins will probably ask."""
+        return text.arms[self._arm].heads
+
+    def observe(self, text: Text, step: StepSeen) -> None:
+        """Take in what the step of the last decision came to."""
+        text.steps += 1
+        self._steps += 1
+        load, plain_s = self.load, step.seconds - step.rows_s
+        if text.arm == PLAIN:
+            self.plain.see(load, plain_s)
+            return
+        key = text.keys[text.arm]
+        self.rounds[key] += 1 / max(1, len(self.texts))
+        self.plain.bound(load, plain_s)
+        if step.opening:
+            return
+        extra_s = max(0.0, step.seconds - (self.plain.at(load) or step.seconds))
+        self.extra[key[0]].see(load, extra_s, step.seconds - extra_s)
+        if text.hint != 0:  # else all of it was left out, which says nothing of other loads
+            self.gained(text, text.arm, step.accepted)
+
+    def gained(self, text: Text, name: str, accepted: int) -> None:
+        """Take in what an arm gained in a step, or would have gained."""
+        self.gains[text.keys[name]].see(accepted, MEMORY)
+        text.own[name].see(accepted, TEXT_MEMORY)
+
+    def _choose(self, text: Text, hint: int | None) -> None:
+        """Choose the arm of the next round. text: any of those under way."""
+        if self.plain.count(self.load) < PLAIN_STEPS:
+            self._arm = PLAIN
+            return
+        new = [name for name in text.arms if name.startswith(SINGLE) and self._is_new(name)] if hint != 0 else []
+        if new:
+            self._arm = self._arm if self._arm in new else new[0]
+            return
+        if self._rest:
+            self._rest -= 1
+            return
+        self._hinted = (self._hinted + 1) % RETRY if hint == 0 else 0
+        arms = list(text.arms)
+        if hint == 0:
+            arms = arms[:1] if self._hinted else arms[1:]
+        best = max(arms, key=self.rate)
+        if best != self._arm:
+            self._arm, self._rest = best, RUN - 1
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
+        return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
+
+    def rate(self, name: str) -> float:
+        """Tokens a second of an arm in a mean text of those under way, if it gains one standard deviation more.
+
+        Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
+        """
+        count, texts = len(self.texts), self.texts
+        gain = sum([self.gain(text, name) for text in texts]) / count
+        own = sum([text.own[name].steps for text in texts]) / count
+        before = sum([self.gains[text.keys[name]].steps for text in texts]) / count
+        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
+        return (1 + gain + doubt) / self.step_s(texts[0], name)
+
+    def gain(self, text: Text, name: str) -> float:
+        """Accepted drafts a step to be expected of an arm in a text."""
+        if name == PLAIN:
+            return 0.0
+        if text.is_predicted(name) and name.startswith(SINGLE):
+            return text.own[name].mean(PREDICTED_GAIN, PREDICTED_STEPS)
+        first = FIRST_GAIN
+        if not name.startswith(SINGLE):
+            first = JOINT_GAIN * max([self.gain(text, head) for head in text.arms if head.startswith(SINGLE)])
+        return text.own[name].mean(self.gains[text.keys[name]].mean(first, FIRST_STEPS), TEXT_STEPS)
+
+    def step_s(self, text: Text, name: str) -> float:
+        """What a step of an arm takes at this load, as far as is known."""
+        plain_s = self.plain.at(self.load) or 0.0
+        if name == PLAIN:
+            return plain_s
+        seconds = [self.extra[key].at(self.load) for key in (text.keys[name][0], name)]  # of a prediction's arm first
+        extra_s = next((each for each in seconds if each is not None), None)
+        if extra_s is None:
+            heads = [self.extra[head].at(self.load) or 0.0 for head in text.arms if head.startswith(SINGLE)]
+            extra_s = JOINT_TIME * max(heads, default=0.0)
+        return plain_s + extra_s
+
+
+class AutoPolicy(StepPolicy):
+    """Plays the arm that is chosen for all sessions, and reports what its steps gained and took."""
+
+    def __init__(self, rates: Rates, text: Text, heads: Sequence[str], metrics: OrchestratorMetrics) -> None:
+        self._rates, self._text, self._heads, self._metrics = rates, text, heads, metrics
+        self._arm = text.arms[PLAIN]
+        self._learns = False  # whether the arm of the step that was observed last has several heads
+
+    def heads(self, step: Step) -> Sequence[int]:
+        """The heads of the arm."""
+        self._arm = self._rates.decide(self._text, step.hint)
+        self.policy = self._arm.policy
+        return self._arm.heads
+
+    @property
+    def soon(self) -> Sequence[int]:
+        """The heads of what is played now."""
+        return self._rates.soon(self._text)
+
+    def budget(self, most: int, hint: int | None) -> int:
+        """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
+        return min(most, hint) if hint and not self._text.is_predicted(self._arm.name) else most
+
+    def observe(self, step: Step) -> None:
+        """Take in the step's seconds, and what it gained."""
+        verdict = step.judged
+        times = verdict.timings
+        rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
+        self._rates.observe(
+            self._text, StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
+        )
+        self._learns = len(self._arm.heads) > 1
+        self._metrics.auto_choices.labels(self._arm.name).inc()
+
+    def learn(self, step: Step) -> None:
+        """Take in what each head would have gained alone in a step of several."""
+        verdict = step.judged
+        nodes = len(verdict.verified) if verdict.pruned else step.budget
+        if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
+            for at in step.asked:
+                tree, _ = prune(step.drafts[at].scored, nodes)
+                accepted = int(outcomes(tree, step.offered)[1].sum())
+                self._rates.gained(self._text, SINGLE + self._heads[at], accepted)
+
+    def close(self) -> None:
+        """End the text."""
+        self._rates.end(self._text)
