@@ -68,13 +68,16 @@ class Part(Attention, Protocol):
         """Its rows."""
 
 
-def attend_in_parts(parts: Sequence[Part], layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend part by part, in the order of the rows; shapes are those of `Attention.attend`."""
-    if len(parts) == 1:
-        return parts[0].attend(layer, query, key, value)
-    counts = [part.count for part in parts]
-    inputs = [states.split_with_sizes(counts, 2) for states in (query, key, value)]
-    return torch.cat([part.attend(layer, *some) for part, *some in zip(parts, *inputs, strict=True)], dim=1)
+class Parts:
+    """Parts that attend one by one, in the order of the rows."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts, self._counts = parts, [part.count for part in parts]
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend."""
+        inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
+        return torch.cat([part.attend(layer, *some) for part, *some in zip(self._parts, *inputs, strict=True)], dim=1)
 
 
 @dataclass(frozen=True)

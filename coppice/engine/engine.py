@@ -24,9 +24,9 @@ from coppice.config.model_size import GIB, Context
 from coppice.engine.attention import read_layout, using
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
-from coppice.engine.ordered import Ordered, by_row
+from coppice.engine.ordered import by_row, ordered
 from coppice.engine.rows import Ints, PackedBatch, Piece, RowTable, pack
-from coppice.engine.sdpa import Sdpa
+from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, Steps, Taps, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE
 
@@ -205,7 +205,7 @@ class Engine:
         )
         self.steps = Steps(model, self.pool, layout.group, self._taps) if on_gpu else None
         """of a device; None: forwards attend by `_attention`"""
-        self._attention = Ordered if invariant else Sdpa
+        self._attention = ordered if invariant else sdpa
         if not (invariant and on_gpu):
             fuse(model, packed=not on_gpu)
         prepack(model)

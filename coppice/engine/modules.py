@@ -55,23 +55,19 @@ _PADDING = {rows: compiled_rows(rows) - rows for rows in range(1, MOST + 1) if c
 """rows that are added to so many, where any are; beyond MOST nothing is compiled ahead, and nothing added"""
 
 
-def _packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(..., in_features) -> (..., out_features), in a number of rows that kernels were compiled for."""
-    rows = input.numel() // input.shape[-1]
-    out: Tensor
-    if (padding := _PADDING.get(rows)) is None:
-        out = _multiply(input, weight, bias, "none", [], "")
-        return out
-    out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), weight, bias, "none", [], "")
-    return out[:rows].view(*input.shape[:-1], -1)
-
-
 class PackedLinear(nn.Linear):
     """A linear layer without gradient; `weight` is opaque but for its shape, and `weight.to_dense()` is the matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return _packed_product(input, self.weight, self.bias)
+        out: Tensor
+        rows = input.numel() // input.shape[-1]
+        if (padding := _PADDING.get(rows)) is None:
+            out = _multiply(input, self.weight, self.bias, "none", [], "")
+            return out
+        # Written out here and below: these calls are half of what a forward spends in Python.
+        out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), self.weight, self.bias, "none", [], "")
+        return out[:rows].view(*input.shape[:-1], -1)
 
 
 class _Fused:
@@ -82,7 +78,7 @@ class _Fused:
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
         weight = torch.cat(tuple(layer.weight for layer in layers)).detach()
         self.weight = _reordered(weight) if packed else weight
-        self.product = _packed_product if packed else F.linear
+        self.packed = packed
         self.bias = torch.cat(biases).detach() if biases else None
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}  # those of `input` that were not asked for yet
@@ -103,7 +99,14 @@ class FusedLinear(nn.Linear):
         """(..., in_features) -> (..., out_features). The input's product is kept until all layers had their part."""
         fused = self.fused
         if fused.input is not input or self.number not in fused.parts:
-            out = fused.product(input, fused.weight, fused.bias)
+            rows = input.numel() // input.shape[-1]
+            if not fused.packed:
+                out = F.linear(input, fused.weight, fused.bias)
+            elif (padding := _PADDING.get(rows)) is None:
+                out = _multiply(input, fused.weight, fused.bias, "none", [], "")
+            else:
+                padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
+                out = _multiply(padded, fused.weight, fused.bias, "none", [], "")[:rows].view(*input.shape[:-1], -1)
             fused.input, fused.parts = input, dict(enumerate(out.split_with_sizes(fused.widths, -1)))
         part = fused.parts.pop(self.number)
         if not fused.parts:

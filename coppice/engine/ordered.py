@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coppice.engine.attention import Layer, attend_in_parts
+from coppice.engine.attention import Attention, Layer, Parts
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import Bools, Ints, Tail, reach
 from coppice.engine.sdpa import MOST_PADDED
@@ -140,21 +140,16 @@ def tiles_of(tail: Tail) -> Iterator[Tile]:
         first = end
 
 
-class Ordered:
+def ordered(tails: Sequence[Tail], pool: KVPool) -> Attention:
     """How the rows of one forward attend."""
-
-    def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
-        tiles = [tile for tail in tails for tile in tiles_of(tail)]
-        # Others would be padded to a tile of many rows.
-        groups = groupby(tiles, lambda tile: id(tile) if len(tile.length) > MOST_PADDED else None)
-        self.parts = [_Part(list(some), tails, pool) for _, some in groups]
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
-        return attend_in_parts(self.parts, layer, query, key, value)
+    tiles = [tile for tail in tails for tile in tiles_of(tail)]
+    # Others would be padded to a tile of many rows.
+    groups = groupby(tiles, lambda tile: id(tile) if len(tile.length) > MOST_PADDED else None)
+    parts = [Ordered(list(some), tails, pool) for _, some in groups]
+    return parts[0] if len(parts) == 1 else Parts(parts)
 
 
-class _Part:
+class Ordered:
     """Tiles that attend at once."""
 
     def __init__(self, tiles: Sequence[Tile], tails: Sequence[Tail], pool: KVPool) -> None:
@@ -163,7 +158,7 @@ class _Part:
         self._plans: dict[tuple[int | None, int, int, int, int], _Plan] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Ordered.attend, of the part's rows."""
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
         plan = self._plans.get((layer.window, heads, kv_heads, dim, value_dim))
         if plan is None:

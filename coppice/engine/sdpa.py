@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.engine.attention import Layer, attend_in_parts
+from coppice.engine.attention import Attention, Layer, Parts
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import Bools, Ints, Tail, reach
 
@@ -22,17 +22,12 @@ MOST_PADDED = 64
 """rows up to which, and up to twice the fewest, sessions are padded to each other: a prompt's chunk has more"""
 
 
-class Sdpa:
+def sdpa(tails: Sequence[Tail], pool: KVPool) -> Attention:
     """How the rows of one forward attend. Sessions of so many rows that others would be padded to them do so alone."""
-
-    def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
-        most = max(MOST_PADDED, 2 * min([len(tail.visible) for tail in tails]))
-        groups = groupby(tails, lambda tail: id(tail) if len(tail.visible) > most else None)
-        self.parts = [_Part(list(some), pool) for _, some in groups]
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
-        return attend_in_parts(self.parts, layer, query, key, value)
+    most = max(MOST_PADDED, 2 * min([len(tail.visible) for tail in tails]))
+    groups = groupby(tails, lambda tail: id(tail) if len(tail.visible) > most else None)
+    parts = [Sdpa(list(some), pool) for _, some in groups]
+    return parts[0] if len(parts) == 1 else Parts(parts)
 
 
 class _Seen(NamedTuple):
@@ -46,7 +41,7 @@ class _Seen(NamedTuple):
     mask: Tensor | None
 
 
-class _Part:
+class Sdpa:
     """S sessions that attend at once: rows padded to (S, N), keys to (S, L).
 
     One session in consecutive blocks is written to, and read from, slices of the pool.
@@ -84,7 +79,7 @@ class _Part:
             self._row_places = self._index(session * most_rows + row)  # (T,) the place of each row
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Sdpa.attend, of the part's rows."""
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         number, window, scaling, softcap, sinks = layer
         (_, heads, _, dim), kv_heads, sessions = query.shape, key.shape[1], self._sessions
         group = heads // kv_heads

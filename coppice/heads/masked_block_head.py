@@ -18,7 +18,7 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Layer
 from coppice.engine.rows import Tail
-from coppice.engine.sdpa import Sdpa
+from coppice.engine.sdpa import sdpa
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import BlockTree, row_slices
 from coppice.heads.feature_head import FeatureHead
@@ -180,7 +180,7 @@ class MaskedBlockHead(ParallelHead):
 
     def _attends(self, tails: Sequence[Tail], counts: Sequence[int]) -> list[Attend]:
         """Return each layer's attention. It wants a session's rows side by side, and a query of each."""
-        attention = Sdpa(tails, self.pool)
+        attention = sdpa(tails, self.pool)
         size, before = len(self._sees), sum(counts)
         starts = np.cumsum([0, *counts])
         order = [

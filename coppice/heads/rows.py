@@ -17,7 +17,7 @@ from torch import Tensor
 from coppice.engine.attention import Attention, Layer
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, RowTable, Tail
-from coppice.engine.sdpa import Sdpa
+from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, StepInputs, TreeAttention, padded
 from coppice.heads.base import DraftJob
 from coppice.heads.models.layers import Attend
@@ -152,7 +152,7 @@ class RowInputs:
             rows.features if rows.sources is None else rows.features.index_select(0, _tensor(rows.sources)),
             self.embedding.index_select(0, _tensor(rows.tokens))[None],
             _tensor(rows.positions)[None],
-            self._attends(Sdpa(rows.tails, self.pool)),
+            self._attends(sdpa(rows.tails, self.pool)),
             _tensor(rows.kept),
             torch.from_numpy(beside),
         )

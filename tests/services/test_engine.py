@@ -37,7 +37,7 @@ from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.engine.rows import Earlier, Piece, pack
-from coppice.engine.sdpa import Sdpa
+from coppice.engine.sdpa import sdpa
 from tests.reference import check_pool
 
 VOCAB = 150
@@ -373,7 +373,7 @@ def test_features_are_the_hidden_states_of_a_plain_forward(name: str, layers: tu
 def test_an_unknown_attention_argument_is_refused() -> None:
     engine = engine_of("llama")
     table = engine.pool.allocate("a", 1)
-    attention = Sdpa(pack([Piece.chain(table, 0, [5])]).tails, engine.pool)
+    attention = sdpa(pack([Piece.chain(table, 0, [5])]).tails, engine.pool)
     row = torch.tensor([[5]])
     with torch.inference_mode(), using(attention):
         engine.model(input_ids=row, position_ids=row, use_cache=False)
@@ -495,13 +495,13 @@ def test_compaction_moves_every_layer_and_skips_what_lies_right(pool: KVPool) ->
     stored = [part for layer in pool.layers for part in layer]
     for number, part in enumerate(stored):
         part[slots] = 100.0 * number + torch.arange(30.0)[:, None, None].expand(30, *part.shape[1:])
-    pool.compact(table, 10, [0, 1, 3, 6, 7])
+    pool.compact([(table, 10, [0, 1, 3, 6, 7])])
     for number, part in enumerate(stored):
         assert (part[slots[:15], -1, -1] - 100 * number).tolist() == [*range(12), 13, 16, 17]
     assert [tuple(part.shape[1:]) for part in stored] == [(1, 4), (1, 4), (2, 6), (2, 3)]
     views = pool.read(8, 16)
     assert all(torch.equal(view[0].transpose(0, 1), part[8:24]) for view, part in zip(views, stored, strict=True))
     before = [part.clone() for part in stored]
-    pool.compact(table, 10, [0, 1, 2])
+    pool.compact([(table, 10, [0, 1, 2])])
     assert all(map(torch.equal, stored, before))
     assert table.num_tokens == 13

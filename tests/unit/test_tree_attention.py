@@ -19,7 +19,7 @@ from torch import Tensor
 from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import KVShape
 from coppice.engine.rows import Piece, ancestors, pack
-from coppice.engine.sdpa import Sdpa
+from coppice.engine.sdpa import sdpa
 from tests.kernels import compiled_for_hopper, interpreter, tree_attention
 from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
 
@@ -43,7 +43,7 @@ def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, s
     layer = Inputs.random(shape, len(batch.tokens))
     rows = (part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v))
     kind = Layer(0, shape.window or None, None, shape.softcap or None, layer.sinks)
-    want = Sdpa(batch.tails, pool).attend(kind, *rows)[0]
+    want = sdpa(batch.tails, pool).attend(kind, *rows)[0]
     for part in pool.layers[0]:  # the rows' own, which the implementation has to write
         part[torch.from_numpy(np.concatenate([new_slots(tail) for tail in batch.tails]))] = 7.0
     return float((attend(function, batch, layer, pool, spare, shape) - want).abs().max())
@@ -71,7 +71,7 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
     for node in nodes:
         (path,) = np.nonzero(sees[node])
         later, table = copy.deepcopy((pool, tables[1]))
-        later.compact(table, prefix, path[:-1].tolist())
+        later.compact([(table, prefix, path[:-1].tolist())])
         later.extend(table, prefix + len(path))
         row = slice(1 + node, 2 + node)
         step = Inputs(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
