@@ -34,15 +34,6 @@ _EXPLORE, _ARM = 0, 1  # streams of chance
 _EVERYWHERE = 4.0  # a squared distance that no two sketches are apart
 
 
-class Interval(BaseModel):
-    """The measurement of an event (line 17), in tokens/s of queries."""
-
-    arm: Arm
-    s: float
-    before: list[float]
-    after: list[float] = []
-
-
 class PaperState(BaseModel):
     """All that the rule knows."""
 
@@ -56,7 +47,8 @@ class PaperState(BaseModel):
     values: dict[Arm, float] = {}
     updates: dict[Arm, int] = {}
     rates: list[float] = []  # tokens/s of the latest queries on these weights
-    interval: Interval | None = None
+    arm: Arm = Arm.SKIP  # of the event that is measured
+    before: list[float] = []  # rates before it
     taus: list[float] = []  # of the window that is filling
     windows: list[tuple[float, int]] = []  # mean tau and version of the last ones that closed
 
@@ -81,11 +73,9 @@ class Paper(Rule):
         state.taus.append(record.tau)
         if version == state.version:
             state.rates = [*state.rates, record.tokens_per_s][-self._interval :]
-            if state.interval:
-                state.interval.after.append(record.tokens_per_s)
-        if state.interval and len(state.interval.after) == self._interval:
-            self._revise(state.interval)
-            state.interval = None
+        if state.arm is not Arm.SKIP and len(state.rates) == self._interval:
+            self._revise()
+            state.arm = Arm.SKIP
         return GROUPS[arm]
 
     def _decide(self, s: float) -> Arm:
@@ -104,12 +94,12 @@ class Paper(Rule):
         best = max(self._arms, key=lambda arm: state.values.get(arm, math.inf))
         return best if events < COLD_EVENTS or s * state.values.get(best, math.inf) > 0 else Arm.SKIP
 
-    def _revise(self, interval: Interval) -> None:
+    def _revise(self) -> None:
         """Revise a value (equation 10); the first observation of an arm is its value."""
-        if interval.s >= LEAST_S and interval.before:
-            gain = (statistics.fmean(interval.after) - statistics.fmean(interval.before)) / interval.s
-            value = self.state.values.get(interval.arm, gain)
-            self.state.values[interval.arm] = (1 - ALPHA) * value + ALPHA * gain
+        state = self.state
+        if state.trigger_s >= LEAST_S and state.before:
+            gain = (statistics.fmean(state.rates) - statistics.fmean(state.before)) / state.trigger_s
+            state.values[state.arm] = (1 - ALPHA) * state.values.get(state.arm, gain) + ALPHA * gain
 
     def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
         """Go back when tau has fallen over three windows (lines 22 to 24); else the window's version is a good one."""
@@ -126,12 +116,14 @@ class Paper(Rule):
     def choose(self, group: int, texts: int) -> Arm:
         """Choose the arm of a buffer that is full (lines 12 and 13), while no event is measured."""
         state = self.state
-        ready = texts >= self._interval and state.interval is None and len(state.rates) >= min(WARMUP, self._interval)
+        measured = state.arm is Arm.SKIP and len(state.rates) >= min(WARMUP, self._interval)
+        ready = texts >= self._interval and measured
         if self._always:
             ready = texts > 0 and state.queries % self._interval == 0
         if not ready:
             return Arm.SKIP
-        state.trigger_s = state.s
+        if state.arm is Arm.SKIP:
+            state.trigger_s = state.s
         return Arm.HEAD if group == GROUPS[Arm.HEAD] else Arm.FULL
 
     def variants(self, group: int) -> tuple[int, int]:
@@ -147,12 +139,12 @@ class Paper(Rule):
         state = self.state
         state.last_event, state.blocked, state.variant = state.queries, BLOCKED, variant
         state.updates[arm] = state.updates.get(arm, 0) + 1
-        state.interval, state.rates = Interval(arm=arm, s=state.trigger_s, before=state.rates), []
+        state.arm, state.before, state.rates = arm, state.rates, []
 
     def follow(self, routes: Routes, version: int) -> None:
         """Reset the values (line 23): earlier weights are in use again."""
         state, first = self.state, next(iter(routes.routes), None)
-        state.values, state.rates, state.taus, state.windows, state.interval = {}, [], [], [], None
+        state.values, state.rates, state.taus, state.windows, state.arm = {}, [], [], [], Arm.SKIP
         state.variant, state.version, state.blocked = first.variant if first else 0, version, BLOCKED
 
     def goes_on_as(self, version: int) -> None:

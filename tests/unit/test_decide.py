@@ -266,7 +266,7 @@ def test_a_trigger_of_little_signal_teaches_nothing_of_an_arm() -> None:
     asked(rule, 3 * N, s=4.0)
     updated(rule, Arm.FULL, 1)
     asked(rule, N, version=1)
-    assert (rule.state.values, rule.state.interval) == ({}, None)
+    assert (rule.state.values, rule.state.arm) == ({}, Arm.SKIP)
 
 
 @pytest.mark.parametrize(("taus", "reverts"), [((2.4, 2.2, 2.0), True), ((2.4, 2.0, 2.2), False)])
