@@ -64,32 +64,12 @@ def test_a_flag_beats_a_variable_beats_yaml_beats_the_default(
     assert read(load_settings([f"--{name}={in_flag}", *config]), name) == expected(in_flag)
 
 
-def test_ways_mix_inside_a_section(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("verifier: {threads: 1, feature_window: 16}\nlimits: {sessions: 4}\n")
-    monkeypatch.setenv("COPPICE_VERIFIER__THREADS", "2")
-    monkeypatch.setenv("COPPICE_CONFIG", str(file))
-    settings = load_settings(["--verifier.kv_tokens", "77"])
-    told = settings.verifier
-    assert (told.threads, told.feature_window, told.kv_tokens, told.dtype) == (2, 16, 77, "float32")
-    assert settings.limits.sessions == 4
-
-
 def test_a_launchers_defaults_hold_where_nobody_says_anything(file: Path) -> None:
     file.write_text("verifier: {threads: 1}\n")
     defaults = {"verifier": {"threads": 8, "dtype": "bfloat16"}}
     told = load_settings(["--config", str(file)], defaults).verifier
     assert (told.threads, told.dtype) == (1, "bfloat16")
     assert load_settings([]).verifier.dtype == "float32"
-
-
-def test_a_list_is_said_by_repeating_its_flag() -> None:
-    settings = load_settings(["--orchestrator.heads", "a=h:1", "--orchestrator.heads", "b=h:2"])
-    assert settings.orchestrator.heads == ["a=h:1", "b=h:2"]
-
-
-def test_variables_of_any_case_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("coppice_verifier__threads", "4")
-    assert load_settings([]).verifier.threads == 4
 
 
 @pytest.mark.parametrize("variable", ["COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_PROOF"])
@@ -102,8 +82,6 @@ def test_variables_of_other_parts_are_no_settings(variable: str, monkeypatch: py
     ("variable", "hint"),
     [
         ("COPPICE_VERIFIER__THREDS", "COPPICE_VERIFIER__THREADS"),
-        ("COPPICE_VERIFER__THREADS", "COPPICE_VERIFIER__THREADS"),
-        ("coppice_limits__session", "COPPICE_LIMITS__SESSIONS"),
         ("COPPICE_ADRESS", "COPPICE_ADDRESS"),
     ],
 )
@@ -133,7 +111,6 @@ def test_an_unknown_yaml_key_is_an_error_with_a_hint(file: Path, text: str, key:
     ("flag", "hint"),
     [
         ("--verifier.thread", "--verifier.threads"),
-        ("--drafter.vocabsize=3", "--drafter.vocab_size"),
         ("--confg", "--config"),
         ("--limits.kv_tokens", ""),
     ],
@@ -165,12 +142,8 @@ def test_a_setting_that_became_a_constant_says_what_it_is(file: Path, monkeypatc
 BAD = {
     "verifier.threads": "many",
     "verifier.dtype": "float64",
-    "verifier.kv_tokens": "0",
-    "limits.queue_s": "-1",
     "server.port": "70000",
-    "server.log_level": "loud",
     "drafter.kind": "oracle",
-    "drafter.top_k": "65",
     "orchestrator.budget": "257",
     "orchestrator.heads": "nameless:50051",
 }
@@ -204,11 +177,6 @@ def test_a_file_that_is_no_mapping_is_an_error_that_names_it(file: Path, text: s
     with pytest.raises(InvalidField, match=why) as refused:
         load_settings(["--config", str(file)])
     assert refused.value.field in ("config", "verifier")
-
-
-def test_an_empty_file_says_nothing(file: Path) -> None:
-    file.touch()
-    assert load_settings(["--config", str(file)]) == load_settings([])
 
 
 @pytest.mark.parametrize("arguments", [["--config", "/no/such.yaml"], ["--config"], ["--config=/no/such.yaml"]])

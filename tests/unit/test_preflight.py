@@ -15,17 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from coppice.cli import main
 from coppice.commands.doctor import find
 from coppice.config.model_folder import disagreements, ends_line, text_ends
 from coppice.config.model_size import GIB, ModelSize
-from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.stack import preflight as preflight_module
 from coppice.stack.preflight import check_target, preflight, target_warnings
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import StackSpec
 from tests.tiny import make_target
 
 
@@ -55,16 +55,6 @@ def refused(
     return told.err
 
 
-def test_a_port_in_use_is_one_line(
-    target: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refused(monkeypatch, capsys, target, "--port", taken)
-    assert said == (
-        f"coppice: server.port: 127.0.0.1:{taken} cannot be used (address already in use); "
-        "choose another port, or 0 for a free one\n"
-    )
-
-
 def test_http_goes_elsewhere_when_its_usual_port_is_taken_and_nobody_asked_for_it(
     target: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,35 +68,17 @@ def test_http_goes_elsewhere_when_its_usual_port_is_taken_and_nobody_asked_for_i
     assert refused(monkeypatch, capsys, target, "--port", 0, http_port=taken) == named
 
 
-def test_two_services_on_one_port_are_one_line(
-    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refused(monkeypatch, capsys, target, "--port", 50999, "--http-port", 50999)
-    assert said.startswith("coppice: orchestrator.http_port: 127.0.0.1:50999 cannot be used (two of these services")
-
-
 @pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port", "orchestrator.http_port"])
-@pytest.mark.parametrize("role", ["orchestrator", "adapter"])
-def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
-    head = HeadSpec("block", "specblock", target)
-    spec = StackSpec(target=target, heads=(head,), adapt=True, extra={role: {name: taken}})
+def test_every_fixed_port_is_tried(target: Path, taken: int, name: str) -> None:
+    spec = StackSpec(target=target, extra={"orchestrator": {name: taken}})
     with pytest.raises(InvalidField, match=f"{name}: 127.0.0.1:{taken} cannot be used"):
         preflight(spec, spec.settings())
 
 
-def test_a_host_of_another_machine_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COPPICE_SERVER__HOST", "192.0.2.1")
-    spec = StackSpec(target=target, port=50999)
-    with pytest.raises(InvalidField, match=r"192.0.2.1:50999 cannot be used \(cannot assign requested address\)"):
-        preflight(spec, spec.settings())
-
-
-@pytest.mark.parametrize("device", ["tpu9", "cuda:99", "cuda", "xpu"])
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99"])
 def test_a_device_that_is_not_here_is_one_line(
     target: Path, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("CUDA is here")
     said = refused(monkeypatch, capsys, target, "--port", 0, "--device", device)
     assert said.startswith(f"coppice: verifier.device: '{device}' is ")
     assert said.count("\n") == 1
@@ -133,7 +105,6 @@ def test_the_need_is_the_models_own(target: Path) -> None:
     [
         ("cpu", 100, 1, 1, 65_536),
         ("cpu", 8, 1, 1, 16_384),  # half of the 4 GiB beside the weights
-        ("cpu", 16, 1, 2, 16_384),
         ("cuda", 10, 1, 1, 16_384),  # 2 GiB are a forward's
         ("cuda", 6, 2, 1, 16_384),
     ],
@@ -164,7 +135,7 @@ def test_a_shape_in_other_words_needs_nothing_that_is_known(tmp_path: Path, conf
     assert ModelSize.of(tmp_path, "float32") == ModelSize(0, 0, 0)
 
 
-@pytest.mark.parametrize("config", [None, "", "{", "[]", "{}", '{"model_type": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize("config", [None, "{", '{"model_type": 3}', b"\xff\xfe"])
 @pytest.mark.parametrize("what", ["target", "head"])
 def test_a_folder_without_a_usable_config_is_a_usage_error(
     what: str,
@@ -301,15 +272,6 @@ ENDS: dict[str, tuple[dict[str, object], str]] = {
         {"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": None}},
         "a text ends at 0, by tokenizer_config.json",
     ),
-    "else the older map": (
-        {
-            "generation_config": {"eos_token_id": None},
-            "config": {"eos_token_id": None},
-            "tokenizer_config": {"eos_token": None},
-            "special_tokens_map": {"eos_token": {"content": "<|end|>"}},
-        },
-        "a text ends at 0, by special_tokens_map.json",
-    ),
     "nobody": (
         {
             "generation_config": {"eos_token_id": None},
@@ -326,7 +288,7 @@ def test_what_ends_a_text_is_decided_from_all_files_and_said(case: str, chatty: 
     files, line = ENDS[case]
     ends = text_ends(with_files(chatty, **files))
     assert ends_line(ends) == line
-    if case in ("generation_config.json counts", "else the tokenizer's"):
+    if case == "generation_config.json counts":
         assert [finding.value for finding in find("127.0.0.1:1", chatty) if finding.name == "end of texts"] == [line]
         assert list(load_engine(chatty, kv_tokens=512).info.eos_ids) == list(next(iter(ends.values())))
 
@@ -337,8 +299,6 @@ def test_what_ends_a_text_is_decided_from_all_files_and_said(case: str, chatty: 
         (list(range(200_000)), " in .*, generation_config.json: has 200000 entries, allowed are 0 to 64"),
         ([0, 2**31], ": 2147483648 in .*, generation_config.json, is not in 0..2147483647"),
         (-1, ": -1 in .*, is not in 0..2147483647"),
-        ("2", ": '2' in .*, is not in 0..2147483647"),
-        ([[1]], r": \[1\] in .*, is not in 0..2147483647"),
         (True, ": True in .*, is not in 0..2147483647"),
     ],
 )
@@ -367,10 +327,6 @@ def test_a_generation_config_that_is_no_json_is_not_passed_over(target: Path, tm
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 DISAGREE: dict[str, tuple[dict[str, object], list[str]]] = {
     "nothing": ({"config": {"rope_scaling": None, "torch_dtype": "float32", "rope_theta": 1e4}}, []),
-    "the same in older words": (
-        {"config": {"rope_parameters": LINEAR, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}},
-        [],
-    ),
     "rotations": (
         {"config": {"rope_scaling": {"type": "linear", "factor": 8.0, "rope_theta": 1e4}, "rope_parameters": LINEAR}},
         ["rope_parameters, factor is 4.0, but rope_scaling says 8.0, which counts"],
@@ -378,10 +334,6 @@ DISAGREE: dict[str, tuple[dict[str, object], list[str]]] = {
     "a rotation that is lost": (
         {"config": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": LINEAR}},
         ["rope_parameters, rope_theta is 10000.0, but rope_scaling says nothing, which counts"],
-    ),
-    "a base": (
-        {"config": {"rope_theta": 5e5}},
-        ["rope_theta is 500000.0, but rope_parameters says 10000.0, which counts"],
     ),
     "dtypes": (
         {"config": {"torch_dtype": "float16"}},
@@ -392,10 +344,6 @@ DISAGREE: dict[str, tuple[dict[str, object], list[str]]] = {
         ["model_max_length (tokenizer_config.json) is 4096, but max_position_embeddings says 512, which counts"],
     ),
     "a tokenizer without a length": ({"tokenizer_config": {"model_max_length": int(1e30)}}, []),
-    "beginnings": (
-        {"config": {"bos_token_id": 4}},
-        ["bos_token_id is 4, but tokenizer_config.json says 0, which counts"],
-    ),
     "a model in another": (
         {"config": {"text_config": {"vocab_size": 999, "model_type": "other", "hidden_size": 32}}},
         ["vocab_size is 300, but text_config of config.json says 999, which counts"],
@@ -407,17 +355,6 @@ DISAGREE: dict[str, tuple[dict[str, object], list[str]]] = {
 def test_what_two_fields_say_differently_is_said(case: str, chatty: Path) -> None:
     files, lines = DISAGREE[case]
     assert list(disagreements(with_files(chatty, **files))) == [f"{chatty}: {line}" for line in lines]
-    if case == "lengths":
-        warnings = [finding.value for finding in find("127.0.0.1:1", chatty) if finding.name == "target's files"]
-        assert warnings == [f"{chatty}: {line}" for line in lines]
-
-
-def test_two_names_of_one_field_that_differ_are_refused(tmp_path: Path) -> None:
-    """`n_embd` is what GPT-2 calls its hidden_size."""
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=40, n_positions=64)).save_pretrained(tmp_path)
-    with_files(tmp_path, config={"hidden_size": 64})
-    with pytest.raises(UnusableFolder, match=r"config\.json says hidden_size 64 and n_embd 32, which are one thing"):
-        load_engine(tmp_path, kv_tokens=64)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -435,7 +372,6 @@ CHATS = {
         "the chat template ends turns with <|im_end|> (257), but a text ends at 0, by generation_config.json: ",
     ),
     "a turn that ends a text": (CHATML.replace("im_end", "end"), ""),
-    "none": ("", ""),
 }
 
 
@@ -446,7 +382,5 @@ def test_a_chat_template_is_tried_before_anything_loads(case: str, chatty: Path)
     tokenizer.add_special_tokens(["<|im_end|>"])
     tokenizer.save(str(chatty / "tokenizer.json"))
     (chatty / "chat_template.jinja").write_text(template, encoding="utf-8")
-    if not template:
-        (chatty / "chat_template.jinja").unlink()
     warnings = list(target_warnings(chatty))
     assert [warning[: len(line)] for warning in warnings] == ([line] if line else [])

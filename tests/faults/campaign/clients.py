@@ -28,7 +28,7 @@ SLOW_S = 0.05  # between two reads of a client that reads slowly
 # Streams one answer and tells of its first token.
 _VANISHING = """
 import sys
-from coppice.client import Client
+from coppice import Chunk, Client
 with Client(sys.argv[1]) as client:
     for event in client.stream([int(sign) for sign in sys.argv[2].split(",")], max_new_tokens=400, ignore_eos=True):
         if isinstance(event, Chunk):
