@@ -3,18 +3,19 @@
 A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
 training document or a chat up to an answer, the target's continuation and, behind an end of text, the next prefix.
 Beside the ids a shard has the target's features and final hidden states; distributions are computed from the latter
-when they are needed.
+when they are needed. While a shard is recorded, the ids of its texts are kept in a file, from which it goes on.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ class Answerer:
     """Lets a target go on with prompts, many at once, and keeps its hidden states."""
 
     def __init__(
-        self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None, layers: tuple[int, ...] = ()
+        self, engine: Engine, fed: Callable[[list[list[int]]], None] = lambda ids: None, layers: tuple[int, ...] = ()
     ) -> None:
-        """fed: called after each forward with the number of tokens of all texts so far.
+        """fed: called after each forward with the ids of all texts so far.
 
         layers: those whose features are kept; empty: the engine's own.
         """
@@ -135,7 +136,7 @@ class Answerer:
                 texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length, heat, seed + number))
             while live := [text for text in texts if len(text.ids) < text.length]:
                 self._forward(live, noise, following)
-                self._fed(sum(len(text.ids) for text in texts))
+                self._fed([text.ids for text in texts])
         finally:
             for text in texts:
                 pool.free(text.table)
@@ -190,6 +191,8 @@ PREFIX_LENGTHS = (16, 32, 64, 96)
 LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
 HELD_OUT_SHARE = 8
 """texts of training for a held-out one"""
+SAVE_S = 1.0
+"""between two files of the ids that are recorded so far"""
 READ_TIMES = 3
 """how often a run reads a recorded token"""
 LINES = "lines.json"
@@ -222,6 +225,11 @@ class _Shard:
     @property
     def name(self) -> str:
         return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
+
+    @property
+    def begun(self) -> str:
+        """The file of the ids that are recorded so far."""
+        return f".{self.name}.json"
 
 
 @dataclass
@@ -302,11 +310,11 @@ def record_answers(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TargetAnswers:
-    """Record a target's answers into `folder`, going on behind the shards that it holds.
+    """Record a target's answers into `folder`, going on from what it holds.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called before the first forward and after each one with the tokens recorded, and with those of all.
-    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on at the shard begun.
+    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on where this one ended.
     Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
     other temperatures or with features of other layers. Raises InvalidField for layers that the target does not have.
     """
@@ -318,22 +326,38 @@ def record_answers(
     shards = _planned(domains, plan, folder)
     answers = TargetAnswers(folder, plan, {domain.name: domain.weight for domain in domains}, shards, layers)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
-    recorded = answers.tokens - sum(shard.texts for shard in missing) * plan.length
-    progress(recorded, answers.tokens)
+    total, before = answers.tokens, answers.tokens - sum(shard.texts for shard in missing) * plan.length
+    recorded = before + sum(map(len, chain.from_iterable(_begun(folder, shard) for shard in missing)))
+    progress(recorded, total)
     if not missing:
         return answers
+    saved = 0.0
 
-    def fed(tokens: int) -> None:
-        progress(recorded + tokens, answers.tokens)
-        if stopped():
-            raise RecordingStopped(recorded)
+    def fed(ids: list[list[int]]) -> None:
+        nonlocal saved
+        done, stop = before + sum(map(len, ids)), stopped()
+        progress(max(done, recorded), total)
+        if done >= recorded and (stop or time.monotonic() - saved > SAVE_S):  # before, the file has more
+            file = folder / f"{shard.begun}.partial"
+            file.write_text(json.dumps(ids), encoding="utf-8")
+            file.rename(folder / shard.begun)
+            saved = time.monotonic()
+        if stop:
+            raise RecordingStopped(max(done, recorded))
 
     engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
     answerer, by_name = Answerer(engine, fed, layers), {domain.name: domain for domain in domains}
     for shard in missing:
         _record(answerer, plan, by_name[shard.domain], shard, folder)
-        recorded += shard.texts * plan.length
+        before += shard.texts * plan.length
     return answers
+
+
+def _begun(folder: Path, shard: _Shard) -> list[list[int]]:
+    """Return the ids of a shard's texts that an earlier recording wrote; none if it did not begin."""
+    file = folder / shard.begun
+    ids: list[list[int]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return ids
 
 
 def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[_Shard]:
@@ -342,7 +366,7 @@ def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[
     def shard(domain: Packed, held_out: bool, number: int) -> _Shard:
         fresh = _Shard(domain.name, held_out, number, plan.texts(held_out, len(domains)))
         if not (folder / fresh.name).exists():
-            return fresh
+            return replace(fresh, texts=len(_begun(folder, fresh)) or fresh.texts)
         with safe_open(folder / fresh.name, framework="pt") as file:
             return replace(fresh, texts=file.get_slice("ids").get_shape()[0] // plan.length)
 
@@ -385,7 +409,8 @@ def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan, lay
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
-    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, seed_of(domain.name), 0])
+    begun = _begun(folder, shard)
+    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, seed_of(domain.name), sum(map(len, begun))])
     seed = int(rng.integers(2**62))
     source = domain.held_out if shard.held_out else domain.train
     ends = np.flatnonzero(np.isin(source, [PROMPT_END] if domain.of_prompts else answerer.engine.info.eos_ids))
@@ -394,7 +419,7 @@ def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard,
         return _prompt(source, ends, plan.length // 2, rng) if domain.of_prompts else _prefix(source, ends, rng)
 
     temperatures = list(islice(cycle(TEMPERATURES), shard.texts))
-    prefixes = [following() for _ in range(shard.texts)]
+    prefixes = begun or [following() for _ in range(shard.texts)]
     texts = answerer.answer(prefixes, [plan.length] * shard.texts, temperatures, seed, following)
     tensors = {
         "ids": torch.cat([text.ids for text in texts]).int(),
@@ -404,6 +429,7 @@ def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard,
     partial_file = folder / f".{shard.name}.partial"
     save_file(tensors, partial_file)
     partial_file.rename(folder / shard.name)
+    (folder / shard.begun).unlink(missing_ok=True)
 
 
 def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
@@ -149,7 +151,7 @@ def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> No
     assert feature_heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
 
 
-def test_a_recording_that_is_stopped_goes_on_behind_the_shards_that_are_there(
+def test_a_recording_that_is_stopped_says_how_to_go_on(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -157,20 +159,44 @@ def test_a_recording_that_is_stopped_goes_on_behind_the_shards_that_are_there(
     class Stopper(progress.Progress):
         def reach(self, done: int, total: int) -> None:
             seen.append((done, total))
-            if done >= 1500 and len(seen) > 1 and seen[0][0] == 0:
+            if done >= 600 and len(seen) > 1 and seen[0][0] == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(progress, "Progress", Stopper)
     flags = ("head", "--kind", "dflash", "--tokens", "512", "--workers", "1", "--out", str(tmp_path / "head"))
     output = run(train, place, *flags, ends=(0,))
-    assert "recorded 1024 tokens, go on with the same command" in output
+    assert f"recorded {seen[-1][0]} tokens, go on with the same command" in output
     assert not (tmp_path / "head").exists()
     assert seen[0] == (0, 2048)
+    stopped, _ = seen[-1]
     seen.clear()
     assert "wrote" in run(train, place, *flags, ends=(0,))
-    assert (seen[0], seen[-1]) == ((1024, 2048), (2048, 2048))
+    assert seen[0] == (stopped, 2048)
+    assert seen[-1] == (2048, 2048)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert not list((tmp_path / "head.work" / "lessons").glob(".*"))
+
+
+def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) -> None:
+    lines, plan, seen = [f"words={place}/words.txt"], replace(SMALL, tokens=256, sessions=4), list[tuple[int, int]]()
+    child = (
+        "import os, signal; from pathlib import Path; from coppice.training import answers as t\n"
+        "def progress(done, total):\n    if done >= 450: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"t.SAVE_S = 0\nt.record_answers({lines!r}, Path({str(place / 'target')!r}), Path({str(tmp_path)!r}), "
+        f"t.AnswerPlan(256, length=64, sessions=4), progress=progress)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (begun,) = tmp_path.glob(".*.json")
+    ids = json.loads(begun.read_text())
+    answers = record_answers(lines, place / "target", tmp_path, plan, progress=lambda *counts: seen.append(counts))
+    assert 446 <= seen[0][0] < 450  # of the forward that was under way, a token a text is missing
+    assert seen[0][0] == 256 + sum(map(len, ids))
+    texts = answers.ids().view(4, 64)
+    assert [texts[number, : len(begun)].tolist() for number, begun in enumerate(ids)] == ids
+    model = AutoModelForCausalLM.from_pretrained(place / "target")
+    final = answers.read(torch.from_numpy(answers.domains()[0].train[:64])[None]).final
+    assert torch.allclose(final, model.model(texts[:1]).last_hidden_state, rtol=0.02, atol=0.02)
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
