@@ -15,18 +15,15 @@ from typer.testing import CliRunner
 
 from coppice.errors import InvalidField, Overloaded
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import GenerationRequest, request_to_wire
 from lab.report import Check, Report
-from tests.certificates import Authority
 from tests.fake_service import echo_server
 from tests.faults.__main__ import app
 from tests.faults.campaign.calls import Direct
-from tests.faults.campaign.load import HistoryClient, Load, Question, Stream, ask
+from tests.faults.campaign.load import Load, Question, Stream
 from tests.faults.campaign.proxy import Proxies
 from tests.faults.campaign.report import FaultRow, add_faults
-from tests.faults.campaign.rig import Plan, twofold
 from tests.faults.campaign.run import choose, every
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +49,6 @@ def stream(ids: list[int], *, ended: float | None = 2.0, failure: str = "", left
 )
 def test_every_token_that_is_not_plains_is_wrong(one: Stream, wrong: int) -> None:
     assert one.wrong == wrong
-
-
-def test_recovery_is_the_longest_silence_from_the_fault_on() -> None:
-    late = Stream((1,), 0.0, arrivals=[0.5, 1.01, 3.0, 3.5], ended=3.6)
-    assert late.silence(1.0, 9.0) == pytest.approx(1.99)  # what was on its way at the fault recovers nothing
-    assert late.silence(3.0, 9.0) == pytest.approx(0.5)
-    assert Stream((1,), 0.0, arrivals=[0.5]).silence(1.0, 6.0) == 5.0  # it never came back
-    assert Stream((1,), 2.0, arrivals=[2.5], ended=2.6).silence(1.0, 6.0) == pytest.approx(0.5)
 
 
 def row(**changes: object) -> FaultRow:
@@ -160,23 +149,6 @@ def test_a_proxy_cuts_heals_and_slows(echo: str) -> None:
             assert time.monotonic() - began < 0.1
 
 
-async def test_requests_are_noted_whatever_becomes_of_them() -> None:
-    async def noted(prompt: str) -> Stream:
-        expected = tuple(prompt.encode())
-        one = Stream(expected, time.monotonic())
-        async with HistoryClient(address) as client:
-            await ask(client, Question(prompt, SamplingParams()), one)
-        return one
-
-    with echo_server() as (address, _):
-        good, broken, refused = [await noted(prompt) for prompt in ("good", "gone", "busy")]
-    assert (good.failure, good.wrong, good.drafted) == ("", 0, 1)
-    assert len(good.arrivals) == 3
-    assert broken.failure.startswith("UNAVAILABLE")
-    assert (broken.ids, broken.wrong) == ([], 0)
-    assert refused.failure.startswith("RESOURCE_EXHAUSTED")
-
-
 async def test_a_load_ends_its_requests_and_compares_them() -> None:
     answers = {Question("one", SamplingParams()): tuple(b"one"), Question("two", SamplingParams()): tuple(b"TWO")}
     with echo_server() as (address, _):
@@ -214,28 +186,6 @@ def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
         choose(["verifier-melt"], counting)
     with pytest.raises(InvalidField, match="kinds: redis-stop needs a head"):
         choose(["redis"], counting)
-
-
-def test_under_tls_every_process_and_every_question_has_its_roles_certificate(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    spec = StackSpec(target=tmp_path, extra={"drafter": {"drafter.chain": True}})
-    authority = Authority(tmp_path / "certificates")
-    made = twofold(spec, authority)
-    assert made.extra["drafter"] == {
-        "drafter.chain": True,
-        "tls.ca": str(authority.folder / "ca.pem"),
-        "tls.cert": str(authority.folder / "drafter.pem"),
-        "tls.key": str(authority.folder / "drafter.key"),
-    }
-    certificates = {str(authority.folder / f"{role}.pem") for role in SERVICES}
-    assert {told["tls.cert"] for told in made.extra.values()} == certificates
-    assert Plan(tls=authority).dialer("operator").tls.cert == str(authority.folder / "operator.pem")
-    assert not Plan().dialer("operator").tls.on
-
-
-def test_every_scenario_is_in_the_docs() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
-    assert [one.name for one in every() if f"`{one.name}`" not in text] == []
 
 
 def test_the_command_lists_what_there_is() -> None:

@@ -1,4 +1,4 @@
-"""A whole pipeline of real processes on a tiny random target, shared by a module's tests."""
+"""A whole pipeline of real processes on a tiny random target, shared by all tests that need no other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from tests.tiny import make_target
 VOCAB = 300
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target."""
     return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Verifier, two drafters (the target itself as an `lm` head, and look-up) and orchestrator."""
+    """Verifier, two drafters (the target itself as an `lm` head, and look-up) and orchestrator with HTTP.
+
+    A test that kills one of them starts it again.
+    """
     heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
     spec = StackSpec(
         target=target,
@@ -36,7 +39,7 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         verifier_threads=1,
         drafter_threads=1,
         # The machine that runs tests may be busy: no head is to be benched for that.
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000, "orchestrator.http_port": 0}},
     )
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running

@@ -124,7 +124,7 @@ def test_texts_are_exact_under_both(address: str, target: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "listed"),
-    [(("--head", "a=oracle"), "dspark, repeat, pairs, linear"), (("--policy", "best"), "auto, deepest, single:HEAD")],
+    [(("--head", "a=oracle"), "dspark, repeat, pairs, linear")],
 )
 def test_a_name_that_nobody_adds_is_refused_with_a_list(
     option: tuple[str, str], listed: str, package: Path, target: Path

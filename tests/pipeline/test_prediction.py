@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,7 +12,6 @@ from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import Origin
 from tests.pipeline.conftest import VOCAB
 from tests.reference import EDITS, edited
@@ -23,23 +20,6 @@ PROMPTS = [tuple(random.Random(n).randrange(1, VOCAB) for _ in range(6 + 9 * n))
 POLICIES = ("single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
 NEW = 96
 TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """That of the other modules, with HTTP."""
-    told: dict[str, Any] = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.http_port": 0}
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup")),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": told},
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
-        yield running
-    assert not running.unclean
 
 
 def accepted_drafts(answer: Completion) -> int:

@@ -6,10 +6,7 @@ import asyncio
 import os
 import signal
 
-import pytest
-
 from coppice.client.client import AsyncClient, Client
-from coppice.errors import Unavailable
 from coppice.stack.launch import Stack
 from coppice.wire.generation import Chunk, Finished, Started
 
@@ -73,13 +70,3 @@ async def test_an_answer_waits_for_its_only_server_to_come_back(stack: Stack) ->
         (seed,) = heard.seeds
         assert heard.resumed >= 1
         assert tuple(heard.ids) == (await client.generate(PROMPT, seed=seed, policy="plain", **TOLD)).ids
-
-
-def test_a_client_finds_a_server_that_came_back(stack: Stack) -> None:
-    with Client(stack.address) as client:
-        before = client.generate(PROMPT, seed=1, **TOLD)
-        kill(stack)
-        with pytest.raises(Unavailable):
-            client.generate(PROMPT, seed=1, **TOLD)
-        stack.restart("orchestrator")
-        assert client.generate(PROMPT, seed=1, **TOLD).ids == before.ids

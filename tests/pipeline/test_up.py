@@ -16,9 +16,9 @@ from rich.console import Console
 
 from coppice.cli import main
 from coppice.client.client import Client
-from coppice.commands.top import Monitor, ServiceLines, facts, metrics_pages, services_table
+from coppice.commands.top import Monitor, metrics_pages
 from coppice.stack.launch import MODULES, Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import StackSpec
 from coppice.stack.supervisor import Supervisor
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
@@ -157,37 +157,3 @@ def test_top_says_where_there_are_no_metrics(
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().err) == (3, f"coppice: no metrics at {address}\n")
-
-
-def test_a_person_is_told_what_runs_where_and_how(stack: Stack) -> None:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(services_table(stack))
-    table = console.file.getvalue()  # type: ignore[attr-defined]
-    for name, ready in stack.services.items():
-        (line,) = (line.split() for line in table.splitlines() if line.startswith(f"{name} "))
-        ports = [ready.health.split(":")[1], ready.metrics.split(":")[1], "-"]
-        assert [ready.address, *ports, str(ready.pid)] == line[-5:]
-    assert "drafter-self   lm" in table
-    said = "\n".join(facts(stack, logs_stay=True))
-    memory = "memory   weights 0.00 GiB, copies of them for products 0.00 GiB, KV of 65536 tokens 0."
-    for fact in (str(stack.spec.target), "float32 on cpu with 1 thread", memory, "self (lm), lookup"):
-        assert fact in said
-    for fact in ("policy   route, budget 31", f"logs     {stack.log_dir}\n", f"--address {stack.address}"):
-        assert fact in said
-    assert f"coppice top --address {stack.orchestrator.metrics}" in said
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_services_say_how_far_they_are_while_they_start(target: Path, terminal: bool) -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
-    stack = Stack(StackSpec(target=target, heads=(HeadSpec("lookup", "lookup"),), dtype="float32", verifier_threads=1))
-    try:
-        with ServiceLines(console, stack):
-            stack.start()
-    finally:
-        stack.stop()
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    for name in ("verifier", "drafter-lookup", "orchestrator"):
-        assert (name in said and "ready" in said) if terminal else f"{name}: ready, " in said
-    assert terminal or "verifier: loading, " in said
-    assert stack.unclean == []

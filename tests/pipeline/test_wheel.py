@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -81,15 +80,6 @@ def test_it_serves_where_there_is_no_checkout(installed: Path, elsewhere: Path) 
         assert f" coppice.{MODULES[service['role']]} " in line
     expected = Reference(target, "float32", threads=1).greedy(PROMPT, 16).ids
     assert tuple(json.loads(answer.stdout)["ids"]) == expected
-
-
-def test_a_service_runs_alone(installed: Path, elsewhere: Path) -> None:
-    """It gets as far as its settings; the orchestrator's takes no torch to get there."""
-    told = {**os.environ, "COPPICE_SERVER__PROT": "1"}
-    command = [installed / "coppice", "serve", "orchestrator"]
-    run = subprocess.run(command, env=told, capture_output=True, text=True)
-    assert run.returncode == 2, run.stderr
-    assert "did you mean COPPICE_SERVER__PORT?" in run.stderr
 
 
 def test_without_a_checkout_the_demos_models_are_missed_in_one_line(installed: Path, elsewhere: Path) -> None:
