@@ -84,7 +84,7 @@ def _starts(count: int) -> Starts:
     return Starts(zeros, zeros, zeros, zeros, zeros, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockTree:
     """One job's tree over its blocks: the candidates, and which of them were sent. Candidate i is node i + 1.
 
@@ -92,10 +92,20 @@ class BlockTree:
     """
 
     job: DraftJob
+    number: int
+    """of the job in its call"""
     most_starts: int
     """starts of a forward, the likeliest ones"""
     chain: bool = False
     """one branch: a block ends where the noise leaves its greedy chain, and the next one goes on from there"""
+    best_child: float = 0.0
+    """log-score of a node's best child: there is no start where such a child is not among the `budget` best"""
+    noise: Tensor | None = None
+    """(depths, draft vocabulary) of the positions below the root; None: its candidates have none"""
+    first_row: int = 0
+    """of its last block, among the rows of all trees"""
+    last_draft: LastDraft | None = None
+    """where the draft is noted, in a session that wants misses"""
     starts: Starts = field(default_factory=lambda: _starts(1))
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -120,21 +130,18 @@ class BlockTree:
             alive = self._alive(spines, [widths[bucket] for bucket in buckets])
             for slot in range(alive):
                 self.block.append(node)
-                spine, bucket = spines[slot], buckets[slot]
+                spine, bucket, ends = spines[slot], buckets[slot], slot == alive - 1
                 width = 1 if self.chain else min(widths[bucket], len(tokens[slot]))
                 parent, above = node, score
                 for place in range(width) if spine < width or self.chain else (*range(width), spine):
                     its_score = above + scores[slot][place]
-                    if place == spine:
-                        # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
-                        begins = slot == alive - 1
-                        node, score = len(self.tokens) + 1, its_score
-                    elif its_score <= self.edge:
+                    inner = place == spine and not ends  # the block predicts on from it itself
+                    if its_score <= self.edge and not inner:
                         continue
-                    else:
-                        begins = bucket != CONFIDENT or place < spine
                     self._add(tokens[slot][place], parent, its_score)
-                    if begins:
+                    if inner:
+                        node, score = len(self.tokens), its_score
+                    elif place <= spine or bucket != CONFIDENT:
                         places.append(_Place(its_score, len(self.tokens), row, slot))
             self.block += [-1] * (len(tokens) - alive)
         self._choose_starts(places if deeper else [], len(blocks.tokens[0]))
@@ -146,22 +153,11 @@ class BlockTree:
                 return slot
         return len(widths)
 
-    def grow_level(self, tokens: list[list[int]], scores: list[list[float]], deeper: bool, child: float = 0.0) -> None:
-        """Add (S, W) children of the starts, each one's best first, and choose the next starts if it goes deeper.
-
-        A node is no start where a child of log-score `child` would not be among the `budget` best.
-        """
-        self.block = self.starts.nodes
-        places: list[_Place] = []
-        for row, (parent, its_tokens, values) in enumerate(zip(self.starts.nodes, tokens, scores, strict=True)):
-            above = self.scores[parent - 1] if parent else 0.0
-            for token, value in zip(its_tokens, values, strict=True):
-                score = above + value
-                if score <= self.edge:
-                    break
-                self._add(token, parent, score)
-                places.append(_Place(score, len(self.tokens), row, 0))
-        self._choose_starts(places if deeper else [], 1, child)
+    def grow_level(self, tokens: list[list[int]], scores: list[list[float]], deeper: bool) -> None:
+        """Add (S, W) children of the starts, each one's best first: blocks of one slot."""
+        count, width = len(tokens), max(map(len, tokens), default=0)
+        blocks = Blocks([[its] for its in tokens], [[its] for its in scores], [[0]] * count, [[1]] * count)
+        self.grow(blocks, (0, width), deeper)
 
     def _add(self, token: int, parent: int, score: float) -> None:
         """Append a candidate."""
@@ -169,13 +165,13 @@ class BlockTree:
         self.parents.append(parent)
         self.scores.append(score)
 
-    def _choose_starts(self, places: list[_Place], slots: int, child: float = 0.0) -> None:
+    def _choose_starts(self, places: list[_Place], slots: int) -> None:
         """Let the next forward's blocks, of `slots` entries each, start from the best of the places."""
         budget, before = self.job.budget, self.starts
         if places and len(self.scores) >= budget:
             self.edge = sorted(self.scores)[-budget]
         places.sort(key=lambda place: place.score, reverse=True)  # stable: the same tree on every machine
-        best = [place for place in places[: self.most_starts] if place.score + child > self.edge]
+        best = [place for place in places[: self.most_starts] if place.score + self.best_child > self.edge]
         entries = before.entries
         self.starts = Starts(
             [place.node for place in best],
@@ -186,7 +182,12 @@ class BlockTree:
             entries + len(before) * slots,
         )
 
-    def send(self, number: int, last: bool) -> Growth:
+    def note(self, states: Tensor) -> None:
+        """Keep the (S * K, hidden) states that predicted the last block, in a session that wants misses."""
+        if self.last_draft is not None:
+            self.last_draft.predictions.append((self.block, states.clone()))
+
+    def send(self, last: bool) -> Growth:
         """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
         sent = self.sent = self.sent + [0] * (len(self.tokens) - len(self.sent))
         best = sorted(range(len(sent)), key=self.scores.__getitem__, reverse=True)[: self.job.budget]
@@ -199,7 +200,7 @@ class BlockTree:
             np.array([sent[parent - 1] if (parent := self.parents[at]) else 0 for at in new], np.int64),
             np.array([self.scores[at] for at in new], np.float32),
         )
-        return Growth(number, nodes, last)
+        return Growth(self.number, nodes, last)
 
 
 def row_slices(trees: Iterable[BlockTree]) -> list[slice]:
@@ -214,24 +215,6 @@ BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more
 BUDGET_OF_A_NOISY_START = 4  # the same in a coupled draft: noise leaves the greedy chain early and often
 WIDTHS = (2, 4, 6, 10)
 """tokens that a slot branches into, by the rank head's bucket"""
-
-
-@dataclass
-class _Active:
-    """A tree that still grows."""
-
-    number: int
-    tree: BlockTree
-    noise: Tensor | None  # (K * M, draft vocabulary), by depth
-    states: Tensor  # (S, K, hidden) of the blocks its starts came from
-    last_draft: LastDraft | None
-    first: int = 0  # of these blocks, among those of all trees
-
-    def remember(self) -> None:
-        """Note the block just added, in a session that wants misses."""
-        if self.last_draft is not None:
-            self.last_draft.tokens, self.last_draft.parents = self.tree.tokens, self.tree.parents
-            self.last_draft.predictions.append((self.tree.block, self.states.flatten(0, 1).clone()))
 
 
 class BlockHead(FeatureHead):
@@ -272,34 +255,27 @@ class BlockHead(FeatureHead):
     def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block."""
         blocks = self._num_blocks
-        fit = [self._room(job, (blocks - 1) * self.most_starts(job) * self.slots) for job in jobs]
-        if not all(fit):
-            yield [BlockTree(job, 0).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
-        numbers = [at for at in range(len(jobs)) if fit[at]]
-        if not numbers:
+        trees = [self.tree(job, at, self.most_starts(job), self.settings.chain) for at, job in enumerate(jobs)]
+        active = [tree for tree in trees if self._room(tree.job, (blocks - 1) * tree.most_starts * self.slots)]
+        if len(active) < len(trees):
+            yield [tree.send(last=True) for tree in trees if tree not in active]
+        if not active:
             return
-        output, noises = self._from_roots([jobs[at] for at in numbers], self.slots * blocks)
-        active = [
-            _Active(
-                at,
-                self.tree(jobs[at], self.most_starts(jobs[at]), self.settings.chain),
-                noise,
-                output[0][:0],
-                self._keep_draft(jobs[at]),
-            )
-            for at, noise in zip(numbers, noises, strict=True)
-        ]
+        output, noises = self._from_roots([tree.job for tree in active], self.slots * blocks)
+        for tree, noise in zip(active, noises, strict=True):
+            tree.noise = noise
+            tree.last_draft = self._keep_draft(tree.job, tree.tokens, tree.parents)
         for block in range(1, blocks + 1):
             self._grow(active, output, deeper=block < blocks)
-            growing = [draft for draft in active if len(draft.tree.starts)]
-            if sent := active if self.anytime else [draft for draft in active if draft not in growing]:
-                yield [draft.tree.send(draft.number, last=draft not in growing) for draft in sent]
+            growing = [tree for tree in active if len(tree.starts)]
+            if sent := active if self.anytime else [tree for tree in active if not len(tree.starts)]:
+                yield [tree.send(last=not len(tree.starts)) for tree in sent]
             active = growing
             if not active:
                 return
             output = self._from_states(self._start_rows(active, output[0].flatten(0, 1)))
 
-    def _start_rows(self, active: Sequence[_Active], states: Tensor) -> Rows:
+    def _start_rows(self, active: Sequence[BlockTree], states: Tensor) -> Rows:
         """Make a row of each tree's starts: it reads its own token and the state of the slot that made it.
 
         It sees what lies on its path.
@@ -309,11 +285,11 @@ class BlockHead(FeatureHead):
         positions: list[int] = []
         tails: list[Tail] = []
         advance = self.model.config.block_rope_advance
-        for draft in active:
-            tree, starts, session = draft.tree, draft.tree.starts, self._sessions[draft.tree.job.key]
+        for tree in active:
+            starts, session = tree.starts, self._sessions[tree.job.key]
             first = tree.job.committed_len - 1
             parents = zip(starts.rows, starts.slots, strict=True)
-            sources += [(draft.first + row) * self.slots + slot for row, slot in parents]
+            sources += [(tree.first_row + row) * self.slots + slot for row, slot in parents]
             tokens += [tree.tokens[node - 1] for node in starts.nodes]
             positions += [first + depth for depth in starts.depths] if advance else [first] * len(starts)
             tails.append(Tail(session.table, self._entry(session, first), starts.visible(self._own)))
@@ -325,34 +301,30 @@ class BlockHead(FeatureHead):
         return states, logits, self.buckets(logits, normed)
 
     @torch.inference_mode()
-    def _grow(self, active: Sequence[_Active], output: Output, deeper: bool) -> None:
+    def _grow(self, active: Sequence[BlockTree], output: Output, deeper: bool) -> None:
         """Add the blocks of a forward to the trees."""
         states, logits, branching = output
-        scores, slices = logits.float(), row_slices(draft.tree for draft in active)
+        scores, slices = logits.float(), row_slices(active)
         # A block goes on from the greedy tokens of its slots, but for the last one.
-        coupled = self.slots > 1 and any(draft.noise is not None for draft in active)
+        coupled = self.slots > 1 and any(tree.noise is not None for tree in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
-        for draft, rows in zip(active, slices, strict=True):
-            if draft.noise is None:
-                self.ranking.score(scores[rows], draft.tree.job, None)
+        for tree, rows in zip(active, slices, strict=True):
+            if tree.noise is None:
+                self.ranking.score(scores[rows], tree.job, None)
             else:  # of the positions where each slot's token will stand
                 start = rows.start
-                for depth, alike in groupby(draft.tree.starts.depths):
+                for depth, alike in groupby(tree.starts.depths):
                     end = start + len(list(alike))
-                    self.ranking.score(scores[start:end], draft.tree.job, draft.noise[depth : depth + self.slots])
+                    self.ranking.score(scores[start:end], tree.job, tree.noise[depth : depth + self.slots])
                     start = end
-            draft.states, draft.first = states[rows], rows.start
+            tree.first_row = rows.start
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
         tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], always=greedy)
         buckets, spine = more[-1][..., 0], more[0][..., 0] if coupled else np.zeros(scores.shape[:-1], np.int64)
         blocks = [part.tolist() for part in (tokens, values, spine, buckets)]
-        for draft, rows in zip(active, slices, strict=True):
-            self._add(draft.tree, Blocks(*(part[rows] for part in blocks)), deeper)
-            draft.remember()
-
-    def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
-        """Add what a forward predicts behind a tree's starts."""
-        tree.grow(blocks, self._widths, deeper)
+        for tree, rows in zip(active, slices, strict=True):
+            tree.grow(Blocks(*(part[rows] for part in blocks)), self._widths, deeper)
+            tree.note(states[rows].flatten(0, 1))
 
 
 class SpecBlockHead(BlockHead):
@@ -389,7 +361,3 @@ class Eagle3Head(BlockHead):
     def _forward(self, condition: Tensor, inputs: Inputs) -> Tensor:
         """Return the (N, 1, hidden) states of blocks of one slot."""
         return super()._forward(condition, inputs)[:, None]
-
-    def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
-        """Add a level."""
-        tree.grow_level([slots[0] for slots in blocks.tokens], [slots[0] for slots in blocks.scores], deeper)

@@ -314,10 +314,10 @@ class FeatureHead(Head):
 
     # --- misses ---
 
-    def _keep_draft(self, job: DraftJob) -> LastDraft | None:
-        """Return where to note the draft that begins; None in a session that does not want misses."""
-        session = self._sessions[job.key]
-        session.last_draft = LastDraft(job, self.description.weights_version) if session.wants_misses else None
+    def _keep_draft(self, job: DraftJob, tokens: list[int], parents: list[int]) -> LastDraft | None:
+        """Return where to note the draft that begins, whose tree grows in these lists; None if no misses are wanted."""
+        session, version = self._sessions[job.key], self.description.weights_version
+        session.last_draft = LastDraft(job, version, tokens, parents) if session.wants_misses else None
         return session.last_draft
 
     @torch.inference_mode()

@@ -106,10 +106,9 @@ class _Session:
     in_kv: int = 0  # ids whose keys and values are in place
 
 
-@dataclass
+@dataclass(eq=False)
 class _Tree(BlockTree):
     session: _Session = field(kw_only=True)
-    noise: Tensor | None = None  # (depth, width) of the positions below the root; None: its candidates have none
     positions: list[int] = field(default_factory=list)  # of the nodes that were expanded, the root first
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
 
@@ -118,9 +117,9 @@ class _Tree(BlockTree):
         """Whether its candidates are ranked with the target's noise."""
         return self.job.noisy and not self.job.want_q_rows
 
-    def finish(self, number: int) -> Growth:
+    def finish(self) -> Growth:
         """Return the best nodes, and the rows that they were sampled from if they were."""
-        return replace(self.send(number, last=True), q_rows=np.stack(self.q_rows) if self.q_rows else None)
+        return replace(self.send(last=True), q_rows=np.stack(self.q_rows) if self.q_rows else None)
 
 
 class LanguageModelHead(Head):
@@ -186,7 +185,8 @@ class LanguageModelHead(Head):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        trees = [_Tree(job, self.settings.top_k, session=self._sessions[job.key]) for job in jobs]
+        width, sessions = self.settings.top_k, self._sessions
+        trees = [_Tree(job, number, width, session=sessions[job.key]) for number, job in enumerate(jobs)]
         active = [tree for tree in trees if self._start(tree)]
         noisy = [tree for tree in active if tree.noisy] if self.engine.on_device else []
         depth = 0
@@ -203,7 +203,7 @@ class LanguageModelHead(Head):
             self._add_level(active, output.logits, depth)
             self.forward_ns += output.forward_ns
             active = [tree for tree in active if len(tree.starts)]
-        yield [tree.finish(number) for number, tree in enumerate(trees)]
+        yield [tree.finish() for tree in trees]
 
     def _start(self, tree: _Tree) -> bool:
         """Take the KV room of a tree; returns whether there is anything to draft and room for it."""

@@ -61,11 +61,11 @@ class ParallelHead(FeatureHead):
 
     @torch.inference_mode()
     def _drafted(self, jobs: Sequence[DraftJob]) -> list[Growth]:
-        trees = [BlockTree(job, self.most_starts(job)) for job in jobs]
+        trees = [BlockTree(job, number, self.most_starts(job)) for number, job in enumerate(jobs)]
         active = [tree for tree in trees if self._room(tree.job, self.scratch)]
         if active:
             self._grow(active)
-        return [tree.send(number, last=True) for number, tree in enumerate(trees)]
+        return [tree.send(last=True) for tree in trees]
 
     def _grow(self, trees: Sequence[BlockTree]) -> None:
         jobs = [tree.job for tree in trees]
@@ -226,11 +226,12 @@ class MaskedBlockHead(ParallelHead):
             super()._grow(trees)
             return
         jobs = [tree.job for tree in trees]
-        drafts = [self._keep_draft(job) for job in jobs]
         states = self.timed(self._states, self._rows(jobs))
         logits = self.timed(lambda: self.model.read(states)[0]).float()
         self._settle(jobs)
-        noise = [self._noise(job, self.deepest) for job in jobs]
+        for tree in trees:
+            tree.best_child, tree.noise = BEST_CHILD, self._noise(tree.job, self.deepest)
+            tree.last_draft = self._keep_draft(tree.job, tree.tokens, tree.parents)
         previous = [job.root for job in jobs]
         wide = self.width(jobs)
         for depth in range(self.deepest):
@@ -240,20 +241,17 @@ class MaskedBlockHead(ParallelHead):
             scores = self.timed(self._biased, self._tensor(previous))
             scores += logits[:, depth].index_select(0, self._tensor(rows))
             slices = row_slices(trees)
-            for tree, part, known in zip(trees, slices, noise, strict=True):
-                self.ranking.score(scores[part], tree.job, None if known is None else known[depth])
+            for tree, part in zip(trees, slices, strict=True):
+                self.ranking.score(scores[part], tree.job, None if tree.noise is None else tree.noise[depth])
             best, values, _ = self.ranking.likeliest(scores, wide)
             tokens, log_scores = best.tolist(), values.tolist()
             previous = []
             for number, (tree, part) in enumerate(zip(trees, slices, strict=True)):
-                draft, nodes = drafts[number], tree.starts.nodes
-                if draft is not None and nodes:
-                    draft.predictions.append((nodes, states[number, depth].expand(len(nodes), -1)))
-                tree.grow_level(tokens[part], log_scores[part], depth + 1 < self.deepest, BEST_CHILD)
+                if not len(tree.starts):
+                    continue
+                tree.grow_level(tokens[part], log_scores[part], depth + 1 < self.deepest)
+                tree.note(states[number, depth].expand(len(tree.block), -1))
                 previous += [tree.tokens[node - 1] for node in tree.starts.nodes]
-        for draft, tree in zip(drafts, trees, strict=True):
-            if draft is not None:
-                draft.tokens, draft.parents = tree.tokens, tree.parents
 
     def _biased(self, previous: Tensor) -> Tensor:
         bias = self.model.bias(previous)

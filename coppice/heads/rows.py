@@ -36,8 +36,8 @@ class LastDraft:
     job: DraftJob
     version: int
     """of the weights that drafted"""
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    tokens: list[int]
+    parents: list[int]
     predictions: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """of each forward (N,) nodes, -1 for none, and the (N, hidden) un-normed states that predicted their children"""
 

@@ -102,7 +102,7 @@ class ParallelSpecHead(ParallelHead):
         return states[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class StaticTree(BlockTree):
     """A tree whose nodes and starts are chosen by the ranks of tokens in their slots, as `prior` has them.
 
@@ -125,9 +125,9 @@ class StaticTree(BlockTree):
             if place == blocks.spine[row][slot]:
                 slot_of[node] = row, slot + 1
 
-    def send(self, number: int, last: bool) -> Growth:
+    def send(self, last: bool) -> Growth:
         """Return the best candidates; call it once."""
-        growth = super().send(number, last)
+        growth = super().send(last)
         scores = np.array([score for score, sent in zip(self.given, self.sent, strict=True) if sent], np.float32)
         return replace(growth, nodes=replace(growth.nodes, log_probs=scores))
 
