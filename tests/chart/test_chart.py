@@ -22,6 +22,7 @@ from tests.chart.chart import (
     ALL,
     FILES,
     FOLDER,
+    PLAIN,
     ROOT,
     chart,
     laid_over,
@@ -29,6 +30,7 @@ from tests.chart.chart import (
     objects,
     objects_in,
     of_kind,
+    pods,
     values_of,
 )
 
@@ -63,7 +65,7 @@ def test_every_object_is_one_that_kubernetes_knows(name: str) -> None:
             assert found["apiVersion"] == custom()[found["kind"]]["apiVersion"]
             jsonschema.Draft202012Validator(schema).validate(found["spec"])
         else:
-            for version in (OLDEST, NEWEST) if name == "cluster" else (NEWEST,):
+            for version in (OLDEST, NEWEST):
                 kubernetes_validate.validate(found, version, strict=True)
 
 
@@ -80,12 +82,26 @@ FACTS: list[tuple[str, str, str, str, Any]] = [
     ("cpu", "Deployment", "coppice-verifier", f"{POD}.containers.0.image", "coppice:0.1.0-cpu"),
     ("given", "Deployment", "coppice-verifier", f"{POD}.containers.0.image", "example.com/coppice:9.9.9-cuda"),
     ("given", "Deployment", "coppice-verifier", f"{POD}.imagePullSecrets.0.name", "pull"),
+    ("given", "Deployment", "coppice-verifier", f"{POD}.nodeSelector", {"pool": "gpu"}),
     ("given", "Deployment", "coppice-verifier", f"{POD}.tolerations.1", {"key": "spot", "operator": "Exists"}),
+    ("cpu", "Deployment", "coppice-drafter-code", "spec.replicas", 1),
+    ("cluster", "Deployment", "coppice-adapter", "spec.replicas", 2),
     ("cluster", "Deployment", "coppice-adapter", "spec.strategy.type", "Recreate"),
     ("cluster", "Deployment", "coppice-verifier", "spec.strategy.rollingUpdate", {"maxSurge": 0, "maxUnavailable": 1}),
     ("cluster", "Deployment", "coppice-orchestrator", "spec.strategy.rollingUpdate.maxUnavailable", 0),
+    ("cluster", "Deployment", "coppice-verifier", "spec.minReadySeconds", 30),
+    ("cluster", "Deployment", "coppice-verifier", "spec.progressDeadlineSeconds", 960),
+    (
+        "cluster",
+        "Deployment",
+        "coppice-verifier",
+        f"{POD}.topologySpreadConstraints.0.whenUnsatisfiable",
+        "ScheduleAnyway",
+    ),
     ("cluster", "Deployment", "coppice-verifier", f"{POD}.initContainers.0.env.0.valueFrom.secretKeyRef.name", "hub"),
+    ("cluster", "Deployment", "coppice-redis", "spec.strategy.type", "Recreate"),
     ("cluster", "PersistentVolumeClaim", "coppice-adapter", "spec.accessModes", ["ReadWriteMany"]),
+    ("cluster", "PersistentVolumeClaim", "coppice-adapter", "spec.resources.requests.storage", "50Gi"),
     (
         "cluster",
         "PersistentVolumeClaim",
@@ -95,12 +111,27 @@ FACTS: list[tuple[str, str, str, str, Any]] = [
     ),
     ("cluster", "PodDisruptionBudget", "coppice-drafter-eagle", "spec.maxUnavailable", 1),
     ("cluster", "HorizontalPodAutoscaler", "coppice-orchestrator", "spec.maxReplicas", 12),
+    (
+        "cluster",
+        "HorizontalPodAutoscaler",
+        "coppice-orchestrator",
+        "spec.metrics.0.resource.target.averageUtilization",
+        70,
+    ),
     ("cluster", "HorizontalPodAutoscaler", "coppice-orchestrator", "spec.behavior.scaleDown.policies.0.value", 1),
     ("cluster", "ScaledObject", "coppice-verifier", "spec.minReplicaCount", 2),
     ("cluster", "ScaledObject", "coppice-verifier", "spec.triggers.0.metadata.threshold", "48"),
+    ("cluster", "ScaledObject", "coppice-verifier", "spec.triggers.1.metadata.threshold", "367000"),
+    ("cluster", "ServiceMonitor", "coppice-verifier", "spec.endpoints", [{"port": "metrics", "interval": "15s"}]),
+    ("cluster", "Service", "coppice", "spec.type", "ClusterIP"),
+    ("cluster", "NetworkPolicy", "coppice", "spec.policyTypes", ["Ingress", "Egress"]),
+    ("given", "NetworkPolicy", "coppice-adapter", "spec.egress.1.to.0.ipBlock.cidr", "10.9.0.0/16"),
+    ("cluster", "Certificate", "coppice-authority", "spec.isCA", True),
     ("cluster", "Certificate", "coppice-verifier", "spec.issuerRef", {"name": "coppice-authority", "kind": "Issuer"}),
     ("registry", "Certificate", "coppice-verifier", "spec.issuerRef", {"name": "ours"}),
+    ("cluster", "ServiceAccount", "coppice", "automountServiceAccountToken", False),
     ("cluster", "Pod", "coppice-test", "metadata.annotations", dict.fromkeys(["helm.sh/hook"], "test")),
+    ("cluster", "Pod", "coppice-test", "spec.restartPolicy", "Never"),
 ]
 """What operators rely on and no other test says: render, kind, name, path, value"""
 
@@ -113,7 +144,26 @@ def test_operators_find_what_they_rely_on(name: str, kind: str, of: str, path: s
     assert found == value if not isinstance(value, dict) else value.items() <= found.items()
 
 
-@pytest.mark.parametrize("release", ["a" * 31, "a" * 40 + "-one", "a" * 20 + "-" * 3 + "b" * 30])
+@pytest.mark.parametrize("name", PLAIN)
+def test_volumes_and_secrets_are_the_ones_that_were_named(name: str) -> None:
+    named = {"cpu": set(), "one-gpu": {"models"}, "given": {"models", "versions"}}.get(name)
+    volumes = [volume for pod in pods(objects(name)).values() for volume in pod["spec"].get("volumes", [])]
+    claims = {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each}
+    assert claims == (set(of_kind(objects(name), "PersistentVolumeClaim")) if named is None else named)
+    for volume in volumes:
+        if volume.get("persistentVolumeClaim", {}).get("claimName") == "models":
+            assert volume["persistentVolumeClaim"]["readOnly"]
+    secrets = {each["secret"]["secretName"] for each in volumes if "secret" in each} - {"clients"}
+    if name == "given":
+        assert secrets == {f"{role}-pair" for role in ("verifier", "drafter", "orchestrator", "adapter")}
+    else:
+        made = {each["spec"]["secretName"] for each in of_kind(objects(name), "Certificate").values()}
+        assert secrets == made - {"coppice-operator-tls", "coppice-authority"}
+
+
+@pytest.mark.parametrize(
+    "release", ["a" * 30, "a" * 31, "a" * 40 + "-one", "a" * 40 + "-two", "a" * 20 + "-" * 3 + "b" * 30]
+)
 def test_releases_share_no_name(release: str) -> None:
     mine, others = (
         {(each["kind"], each["metadata"]["name"]) for each in objects_in(manifests(values_of("cluster"), name))}
@@ -179,7 +229,7 @@ def refuses(values: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["given", "beside"])
+@pytest.mark.parametrize("name", ["cluster", "given", "beside"])
 def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
     values = laid_over(chart().values, values_of(name))
     chart().validate_schema(values)
@@ -192,23 +242,31 @@ def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
     "values",
     [
         {"settings": {"verifier": {"kv_token": 1}}},
+        {"settings": {"verifer": {"kv_tokens": 1}}},
         {"settings": {"server": {"port": 1}}},
         {"drafters": [{"name": "a", "kind": "lookup", "settings": {"drafter": {"toop_k": 1}}}]},
         {"drafters": [{"name": "a", "kind": "eagle3"}]},
         {"drafters": [{"name": "A_b", "kind": "lookup"}]},
         {"drafters": [{"name": "a", "kind": "lookup", "adapt": True}]},
+        {"target": {"path": "models"}},
         {"target": {"path": "/elsewhere", "hub": "a/b"}},
         {"adapter": {"replicas": 2}},
         {"adapter": {"autoscaling": {"min": 1, "max": 2, "cpu": 3}}},
         {"verifier": {"autoscaling": {"min": 1, "max": 2}}},
+        {"verifier": {"gpu": -1}},
         {"defaults": {"gpu": 2}},
+        {"drafters": [{"name": "a", "kind": "lookup", "gpu": 2}]},
         {"verifier": {"drafters": [{"name": "a", "kind": "lookup", "gpu": 1}]}},
+        {"verifier": {"drafters": [{"name": "a", "kind": "eagle3"}]}},
         {"verifier": {"drafters": [{"name": "a", "kind": "lm", "path": "/models/a", "adapt": True}]}},
         {"drafters": [{"name": "a", "kind": "eagle3", "path": "/elsewhere", "hub": "a/b"}]},
         {"settings": {"server": {"grace_s": "10m"}}},
+        {"verifier": {"settings": {"server": {"grace_s": None}}}},
         {"defaults": {"settings": {"server": {"grace_s": -5}}}},
         {"image": {"tag": "latest"}},
+        {"image": {"tag": "latest-main"}},
         {"redis": {"image": "redis:7.4-alpine"}},
+        {"redis": {"image": "redis"}},
         {"redis": {"image": "localhost:5000.1.2/redis"}},
     ],
     ids=str,
@@ -216,6 +274,12 @@ def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
 def test_values_that_cannot_work_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm_python.errors.HelmError, match=r"(?i)schema|values|valid"):
         manifests(values)
+
+
+def test_tokens_may_be_told_to_cross_a_mesh_in_the_clear() -> None:
+    for clear in ({"settings": {"tls": {"tokens_in_clear": True}}}, {}):
+        own = {"orchestrator": {"tokensSecret": "t", "settings": {} if clear else {"tls": {"tokens_in_clear": True}}}}
+        assert manifests(clear | own)
 
 
 @pytest.mark.parametrize(

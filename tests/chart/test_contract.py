@@ -20,6 +20,7 @@ from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, PrefixCacheMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
+    FILES,
     FOLDER,
     NAMESPACE,
     PLAIN,
@@ -28,11 +29,13 @@ from tests.chart.chart import (
     component,
     containers,
     environment,
+    laid_over,
     manifests,
     objects,
     objects_in,
     of_kind,
     pods,
+    values_of,
 )
 
 PRE_STOP_S = 5
@@ -68,9 +71,6 @@ def test_services_are_told_settings_that_they_know(name: str, monkeypatch: pytes
         assert (told.server.host, told.server.advertise) == ("0.0.0.0", "10.1.2.3")
         assert told.server.production
         assert container["command"] == ["python", "-m", MODULES[component(pod)]]
-        assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_S)]
-        grace_s = math.ceil(told.server.grace_s) + PRE_STOP_S + 5
-        assert pod["spec"]["terminationGracePeriodSeconds"] >= grace_s
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -90,9 +90,28 @@ def test_probes_ask_what_the_services_answer(name: str) -> None:
         assert patience >= (120 if name == "cpu" else 900)
 
 
+@pytest.mark.parametrize("require", [True, False, "True", "false"])
+@pytest.mark.parametrize("for_all", [True, False])
+def test_where_clients_need_certificates_readiness_is_asked_in_plaintext(require: object, for_all: bool) -> None:
+    settings = {"settings": {"tls": {"require": require}}}
+    values = {"tls": {"enabled": True}, **(settings if for_all else {"orchestrator": settings})}
+    pod = of_kind(objects_in(manifests(values)), "Deployment")["coppice-orchestrator"]["spec"]["template"]
+    probe = pod["spec"]["containers"][0]["readinessProbe"]
+    assert ("grpc" in probe, "httpGet" in probe) == ((False, True) if require in (False, "false") else (True, False))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_pod_has_the_time_to_drain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod in services(objects(name)).values():
+        (container,) = pod["spec"]["containers"]
+        assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_S)]
+        grace_s = settings_of(container, monkeypatch).server.grace_s
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= math.ceil(grace_s) + PRE_STOP_S + 5
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_a_pod_is_bounded_in_what_it_may_do_and_take(name: str) -> None:
-    for where, pod in pods(objects(name)).items():
+def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
+    for pod in pods(objects(name)).values():
         spec = pod["spec"]
         assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
         assert spec["securityContext"]["runAsNonRoot"]
@@ -103,22 +122,32 @@ def test_a_pod_is_bounded_in_what_it_may_do_and_take(name: str) -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-            resources = container["resources"]
-            assert {"cpu", "memory"} <= resources["requests"].keys(), (where, container["name"])
-            assert "memory" in resources["limits"], (where, container["name"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_pod_may_take_is_bounded(name: str) -> None:
+    for where, pod in pods(objects(name)).items():
+        for container in containers(pod):
+            taken = container["resources"]
+            assert {"cpu", "memory"} <= taken["requests"].keys(), (where, container["name"])
+            assert "memory" in taken["limits"], (where, container["name"])
             assert re.fullmatch(r".+:\d+\.\d+\.\d+(-\w+)?", container["image"])
-        for volume in spec.get("volumes", []):
+        for volume in pod["spec"].get("volumes", []):
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), (where, volume["name"])
 
 
-@pytest.mark.parametrize("require", [True, "false"])
-@pytest.mark.parametrize("for_all", [True, False])
-def test_where_clients_need_certificates_readiness_is_asked_in_plaintext(require: object, for_all: bool) -> None:
-    settings = {"settings": {"tls": {"require": require}}}
-    values = {"tls": {"enabled": True}, **(settings if for_all else {"orchestrator": settings})}
-    pod = of_kind(objects_in(manifests(values)), "Deployment")["coppice-orchestrator"]["spec"]["template"]
-    probe = pod["spec"]["containers"][0]["readinessProbe"]
-    assert ("grpc" in probe, "httpGet" in probe) == ((False, True) if require in (False, "false") else (True, False))
+@pytest.mark.parametrize("require", [False, True])
+def test_the_test_pod_holds_an_operators_key_only_where_clients_need_one(require: bool) -> None:
+    found = objects_in(manifests(laid_over(values_of("cluster"), {"settings": {"tls": {"require": require}}})))
+    pod = pods(found)["coppice-test"]
+    (volume,) = [each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
+    named = {name for name in environment(pod["spec"]["containers"][0]) if name.startswith("COPPICE_TLS__")}
+    if require:
+        assert (volume["secretName"], "items" in volume) == ("coppice-operator-tls", False)
+        assert named == {"COPPICE_TLS__CA", "COPPICE_TLS__CERT", "COPPICE_TLS__KEY"}
+    else:
+        assert [each["key"] for each in volume["items"]] == ["ca.crt"]
+        assert named == {"COPPICE_TLS__CA"}
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -162,13 +191,9 @@ def test_what_is_scaled_has_no_number_of_replicas(name: str) -> None:
     assert bool(targets) == (name not in ("cpu", "one-gpu"))
 
 
-def test_zero_false_and_large_numbers_are_kept() -> None:
+def test_zero_and_false_are_kept() -> None:
     values = {
-        "settings": {
-            "verifier": {"feature_window": 7, "threads": 3},
-            "server": {"log_json": True, "grace_s": 0},
-            "adaptation": {"timeout_s": 1 << 40},
-        },
+        "settings": {"verifier": {"feature_window": 7, "threads": 3}, "server": {"log_json": True, "grace_s": 0}},
         "defaults": {"replicas": 2, "gpu": 1},
         "verifier": {
             "replicas": 0,
@@ -189,7 +214,6 @@ def test_zero_false_and_large_numbers_are_kept() -> None:
     told = environment(verifier["template"]["spec"]["containers"][0])
     assert told["COPPICE_VERIFIER__FEATURE_WINDOW"] == "0"
     assert told["COPPICE_VERIFIER__THREADS"] == "3"
-    assert told["COPPICE_ADAPTATION__TIMEOUT_S"] == str(1 << 40)
     assert told["COPPICE_SERVER__LOG_JSON"] == "false"
     assert told["COPPICE_SERVER__GRACE_S"] == "0"
     assert told["COPPICE_VERIFIER__DEVICE"] == "cpu"
@@ -278,6 +302,15 @@ def test_the_chart_knows_no_other_kinds() -> None:
     assert schema["$defs"]["head"]["properties"]["kind"]["enum"] == list(HEAD_KINDS)
 
 
+def test_large_numbers_stay_whole() -> None:
+    values = {"settings": {"adaptation": {"timeout_s": 1 << 40}, "tls": {}}}
+    (told,) = {
+        environment(pod["spec"]["containers"][0])["COPPICE_ADAPTATION__TIMEOUT_S"]
+        for pod in services(objects_in(manifests(values))).values()
+    }
+    assert told == str(1 << 40)
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_file_that_is_named_is_mounted(name: str) -> None:
     for where, pod in services(objects(name)).items():
@@ -333,6 +366,21 @@ def test_there_is_a_rule_for_each_alarm_of_the_documentation() -> None:
     assert len(rows) > 14
     assert explained <= watched
     assert all(f'namespace="{NAMESPACE}"' in rule["expr"] for rule in rules("cluster"))
+
+
+@pytest.mark.parametrize("name", ["cluster", "beside"])
+def test_an_alarm_says_how_many_replicas_there_should_be(name: str) -> None:
+    missing = [rule["expr"] for rule in rules(name) if rule["alert"] == "CoppiceReplicasMissing"]
+    pools = {(re.findall(r'pool="([^"]+)"', expr)[0], expr.rpartition("< ")[2]) for expr in missing}
+    assert pools == {("verifier", "2"), ("eagle", "2"), ("lookup", "2")}
+
+
+def test_traces_may_leave_for_their_collector() -> None:
+    policies = of_kind(objects("given"), "NetworkPolicy")
+    out = {name: [rule["ports"] for rule in each["spec"].get("egress", [])] for name, each in policies.items()}
+    assert [{"port": 4317}] in out["coppice-orchestrator"]
+    assert [{"port": 4317}] in out["coppice-drafter-mine"]
+    assert not [name for name, each in of_kind(objects("cluster"), "NetworkPolicy").items() if "4317" in str(each)]
 
 
 def known_metrics() -> set[str]:
@@ -396,3 +444,10 @@ def test_services_lead_to_their_pods(name: str) -> None:
         assert all(known[each["targetPort"]] == each["port"] for each in service["spec"]["ports"])
         if component(pod) in MODULES and where != "coppice":
             assert service["spec"]["clusterIP"] == "None"
+
+
+def test_the_cluster_file_shows_everything() -> None:
+    kinds = {each["kind"] for each in objects("cluster")}
+    assert {"ScaledObject", "HorizontalPodAutoscaler", "ServiceMonitor", "Certificate", "Issuer", "ConfigMap"} <= kinds
+    assert "PrometheusRule" in kinds
+    assert set(FILES) == {"cpu", "one-gpu", "cluster"}

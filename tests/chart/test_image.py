@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +17,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.chart.chart import ROOT, objects, pods
+from tests.chart.chart import ALL, ROOT, containers, objects, pods
 
 MODULES = ("services.verifier", "services.drafter", "services.adapter", "orchestrator")
 # What of the image is no folder of ours: commands of its operating system and of Redis' own image.
+SYSTEM = {"sh", "sleep"}
 
 
 @cache
@@ -66,6 +68,19 @@ def test_every_source_exists_and_reaches_the_builder() -> None:
     assert left_out("services/drafter/__pycache__/x.pyc")
 
 
+def test_the_final_layers_are_nobodys_and_hold_no_more_than_they_need() -> None:
+    assert list(stages()) == ["build", "cpu", "cuda"]
+    assert stages()["cuda"][0][1] == "cpu"
+    for stage in ("cpu", "cuda"):
+        assert [words for words in stages()[stage] if words[0] == "USER"][-1] == ["USER", "10001:10001"]
+        assert not [words for words in stages()[stage] if words[0] == "ADD"]
+    assert not [words for words in stages()["cpu"] if words[0] == "RUN"]
+    (run,) = [words for words in stages()["cuda"] if words[0] == "RUN"]
+    installed = run[run.index("--no-install-recommends") + 1 :]
+    assert installed[: installed.index("&&")] == ["gcc", "libc6-dev"]
+    assert not re.search(r"apt|gcc|build-essential", " ".join(map(" ".join, stages()["build"])))
+
+
 def test_what_is_compiled_at_run_time_is_kept_where_the_chart_lets_it_be_written() -> None:
     told = [word for words in stages()["cuda"] if words[0] == "ENV" for word in words[1:]]
     caches = [Path(word.partition("=")[2]) for word in told if "_CACHE_DIR=" in word]
@@ -86,7 +101,21 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("module", ["services.adapter", "orchestrator"])
+def commands() -> set[tuple[str, ...]]:
+    """Every command that the chart runs in our image or any other, without its arguments."""
+    run = [each for name in ALL for pod in pods(objects(name)).values() for each in containers(pod)]
+    found = {tuple(each["command"]) for each in run if "command" in each}  # those of Ray are KubeRay's
+    return {words[:3] if words[0] == "python" else words[:1] for words in found}
+
+
+def test_every_command_of_the_chart_is_in_the_image() -> None:
+    assert {words[2] for words in commands() if words[0] == "python"} == set(MODULES)
+    own = {words[0] for words in commands()} - SYSTEM - {"python"}
+    assert own == {"coppice", "hf"}
+    assert all(shutil.which(command, path=Path(sys.executable).parent) for command in own)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_a_service_starts_from_what_the_image_holds(module: str, app: Path) -> None:
     """It gets as far as its settings: an unknown variable ends it with the exit code of a usage error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("COPPICE_", "PYTHONPATH"))}
@@ -101,7 +130,7 @@ def test_the_hubs_client_takes_the_flags_of_the_init_containers(tmp_path: Path) 
     first = [each for pod in pods(objects("cluster")).values() for each in pod["spec"].get("initContainers", [])]
     found = {tuple(each["command"] + each.get("args", [])) for each in first if each["command"][0] == "hf"}
     assert len(found) == 3, "target, tokenizer, head"
-    for words in [max(found, key=len)]:
+    for words in found:
         command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
         told = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
         run = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
@@ -127,3 +156,13 @@ def test_everything_that_is_installed_is_pinned() -> None:
     brought = required("coppice-serve", frozenset({"dev"}), set())
     assert len(brought) > 100
     assert brought - {canonicalize_name(name) for name, _, _ in pins} == {"coppice-serve"}
+
+
+def test_a_new_major_version_is_not_installed_unseen() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    serving = [
+        project["dependencies"],
+        *(each for name, each in project["optional-dependencies"].items() if name != "dev"),
+    ]
+    for each in (Requirement(line) for lines in serving for line in lines):
+        assert each.name == "coppice-serve" or "<" in {spec.operator for spec in each.specifier}, str(each)

@@ -118,3 +118,11 @@ def test_strangers_reach_the_orchestrator_and_prometheus_the_metrics(name: str) 
     assert {(called, port) for caller, called, port in into if "monitoring" in caller} == {
         (each, 9090) for each, pod in pods(found).items() if component(pod) in MODULES
     }
+
+
+def test_everybody_but_redis_may_ask_dns() -> None:
+    found = objects("cluster")
+    for pod in pods(found).values():
+        rules = [rule for policy in policies(found, pod) for rule in policy.get("egress") or []]
+        asks = {port["port"] for rule in rules for port in rule["ports"]}
+        assert (DNS in asks) == (component(pod) != "redis")
