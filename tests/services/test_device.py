@@ -160,8 +160,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize(("name", "sessions"), [("greedy", 1), ("greedy", 8), ("sampled", 8), ("mixed", 8)])
 async def test_what_a_step_copies_does_not_depend_on_how_many_sessions_it_has(
     target: Path, sessions: int, name: str
 ) -> None:

@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
 from coppice.heads.base import DraftJob, Growth, Head
@@ -250,27 +249,6 @@ async def test_a_session_ends_with_its_stream_however_that_ends(lookup: Service)
             assert f"coppice_drafter_sessions_{name}_total {float(after.sessions_opened)}" in metrics
 
 
-async def test_a_step_sent_before_the_client_closes_its_side_is_answered(lookup: Service) -> None:
-    async with connected(lookup) as stub:
-        session = Client(stub)
-        await session.call.write(draft_request_to_wire(session.opening))
-        await session.send(3)
-        await session.call.done_writing()
-        assert await session.read() == DraftOpened(0)
-        assert (await session.tree()).nodes == own_tree(IDS, 3, 16)
-        with pytest.raises(EOFError, match="OK"):
-            await session.read()
-
-
-async def test_describe_and_health_say_what_is_served(lookup: Service) -> None:
-    async with connected(lookup) as stub, Dialer().open(lookup.health) as channel:
-        head = await described(stub)
-        assert (head.name, head.kind, head.vocab_size, head.feature_layers) == ("lookup", "lookup", VOCAB, ())
-        for name in ("", SERVICE):
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
 async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service: StartService) -> None:
     flags = ["--drafter.kind", "bigram", "--drafter.name", "pairs", "--drafter.vocab_size", str(VOCAB)]
     bounds = ["--limits.sessions", "2", "--limits.idle_s", "0.3", "--drafter.max_context", "20"]
@@ -297,31 +275,6 @@ async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service:
             await Client(stub).open()
         assert service.stop() == 0
         assert "Traceback" not in service.log
-
-
-async def test_sigterm_ends_sessions_with_unavailable_and_the_process_with_0(start_service: StartService) -> None:
-    service = start_service("services.drafter")
-    async with connected(service) as stub:
-        sessions = [await Client(stub).open() for _ in range(3)]
-        await sessions[0].draft(3)
-        began = time.monotonic()
-        stopped = asyncio.create_task(asyncio.to_thread(service.stop))
-        for session in sessions:
-            with pytest.raises(Unavailable, match="draining"):
-                await session.read()
-        assert await stopped == 0
-        assert time.monotonic() - began < 3  # open streams do not hold it for the whole grace
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [(["--drafter.kind", "oracle"], "drafter.kind"), (["--drafter.kind", "bigram", "--drafter.path", "/no"], "/no")],
-)
-def test_unusable_settings_are_named_before_anything_is_served(
-    start_service: StartService, flags: list[str], named: str
-) -> None:
-    with pytest.raises(RuntimeError, match=rf"exit code 2\):[^T]*{named}"):
-        start_service("services.drafter", *flags)
 
 
 class ScriptedHead(Head):
@@ -443,19 +396,24 @@ async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -
         assert head.batches == [1, 1]
 
 
-@pytest.mark.parametrize("bad_root", [ScriptedHead.BAD_BATCH, ScriptedHead.BAD_LATE, ScriptedHead.BAD_END])
-async def test_a_draft_that_fails_ends_its_own_session_only(bad_root: int) -> None:
+@pytest.mark.parametrize(
+    ("bad_root", "commit"),
+    [(ScriptedHead.BAD_BATCH, []), (ScriptedHead.BAD_LATE, []), (ScriptedHead.BAD_END, []), (7, [13])],
+    ids=["batch", "late", "end", "advance"],
+)
+async def test_a_step_that_fails_ends_its_own_session_only(bad_root: int, commit: list[int]) -> None:
     head = ScriptedHead()
     async with worker_of(head) as worker:
         busy, bad, good = await open_on(worker, 3)
         head.proceed.clear()
         worker.step(busy, step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
-        worker.step(bad, step_of(1, bad_root), time.perf_counter_ns())
-        if bad_root == ScriptedHead.BAD_BATCH:
+        late = bad_root in (ScriptedHead.BAD_LATE, ScriptedHead.BAD_END)
+        worker.step(bad, step_of(1, bad_root, commit), time.perf_counter_ns())
+        if not late:
             worker.step(good, step_of(1, 7), time.perf_counter_ns())
         head.proceed.set()
-        if bad_root != ScriptedHead.BAD_BATCH:
+        if late:
             assert not (await answer_of(bad)).last
             worker.step(good, step_of(1, 7), time.perf_counter_ns())
         with pytest.raises(RuntimeError):
@@ -465,17 +423,6 @@ async def test_a_draft_that_fails_ends_its_own_session_only(bad_root: int) -> No
         worker.step(good, step_of(2, 7), time.perf_counter_ns())
         assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
         assert bad.answers.empty()
-
-
-async def test_an_advance_that_fails_ends_its_own_session_only() -> None:
-    head = ScriptedHead()
-    async with worker_of(head) as worker:
-        bad, good = await open_on(worker, 2)
-        worker.step(bad, step_of(1, 7, [13]), time.perf_counter_ns())
-        worker.step(good, step_of(1, 7, [12]), time.perf_counter_ns())
-        with pytest.raises(RuntimeError, match="cannot advance"):
-            await answer_of(bad)
-        assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
 
 
 async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None:

@@ -100,14 +100,6 @@ async def test_a_draft_is_begun_when_the_verifier_commits_and_the_question_only_
             assert len(talk.head.jobs) == before + 1
 
 
-async def test_another_root_is_drafted_for_anew(verifier: Service, truth: list[int]) -> None:
-    async with talking(verifier, truth) as talk:
-        at = await talk.verify([])
-        await until(lambda: talk.drafted()[-1] == talk.now())
-        await talk.ask(at, root=7)
-        assert talk.drafted()[-1] == (talk.now()[0], 7)
-
-
 async def test_a_head_that_is_not_asked_drafts_no_further_and_has_the_features_when_it_is(
     verifier: Service, model: Any, truth: list[int]
 ) -> None:

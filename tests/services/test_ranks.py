@@ -90,6 +90,11 @@ async def text_of(service: Service, sampling: SamplingParams, ids: Sequence[int]
 async def test_rows_and_features_equal_one_ranks(one: Service, two: Service) -> None:
     """Also behind a prompt whose forward is more than one broadcast says."""
     rng = random.Random(1)
+    hashes = []
+    for service in (one, two):
+        async with connected(service) as stub:
+            hashes.append((await described(stub)).weights_hash)
+    assert hashes[0] == hashes[1]  # replicas of either kind serve one pool
     for length in (1, 21, 700):
         ids = [rng.randrange(VOCAB) for _ in range(length)]
         rows = []
@@ -101,13 +106,6 @@ async def test_rows_and_features_equal_one_ranks(one: Service, two: Service) -> 
             rows.append((opened.next.row.log_probs, np.array(opened.prompt_log_probs)))
         for single, shared in zip(*rows, strict=True):
             assert shared == pytest.approx(single, rel=1e-5, abs=1e-5)
-
-
-async def test_it_describes_itself_as_one_rank_does(one: Service, two: Service) -> None:
-    """The hash of the weights, too: replicas of either kind serve one pool."""
-    async with connected(one) as stub, connected(two) as other:
-        single, shared = await described(stub), await described(other)
-    assert (single.weights_hash, single.vocab_size) == (shared.weights_hash, shared.vocab_size)
 
 
 async def test_sampled_sessions_with_trees_say_what_one_ranks_plain_ones_do(one: Service, two: Service) -> None:
@@ -133,17 +131,12 @@ async def test_sampled_sessions_with_trees_say_what_one_ranks_plain_ones_do(one:
         assert sum(accepted for _, accepted in said) > 20
 
 
-def test_each_rank_holds_a_part_of_the_weights_and_the_kv(one: Service, two: Service) -> None:
-    """A rank is a process, which ends with the verifier; see the tests of the end."""
+def test_sigterm_ends_both(one: Service, two: Service) -> None:
+    """The last test of these two services."""
     assert other_ranks(one) == []
     (rank,) = other_ranks(two)
     assert "services.verifier.rank" in " ".join(rank.cmdline())
-
-
-def test_sigterm_ends_both(start_two: Callable[[], Service]) -> None:
-    service = start_two()
-    (rank,) = other_ranks(service)
-    assert service.stop() == 0
+    assert two.stop() == 0
     assert not rank.is_running()
 
 

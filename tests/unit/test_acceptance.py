@@ -28,7 +28,6 @@ from tests.reference import (
     random_tree,
     rows_of,
     sequential_walk,
-    text_at,
 )
 
 VOCAB = 4
@@ -81,14 +80,6 @@ def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> 
         assert outcome.drawn == int(np.argmax(target(expected)))
         lengths[len(expected)] += 1
     assert all(lengths[length] > 50 for length in range(5)), "too few long paths to mean anything"
-
-
-def test_on_a_union_the_longest_of_the_paths_that_spell_the_text_is_kept() -> None:
-    short, long = DraftTree.chain([1], [-0.1]), DraftTree.chain([1, 2, 3], [-0.5, -0.6, -0.7])
-    text = {(): 1, (1,): 2, (1, 2): 3, (1, 2, 3): 0}
-    for tree, path in ((merged(short, long), (2, 3, 4)), (merged(long, short), (1, 2, 3))):
-        draw_at, _ = counted({node: text[text_at(tree, node)] for node in range(len(tree) + 1)})
-        assert walk(tree, draw_at) == Walk(path, 0)
 
 
 # Sampling.

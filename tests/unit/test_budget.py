@@ -83,12 +83,6 @@ def test_a_curve_meets_its_points_never_falls_and_goes_on_behind_them() -> None:
     assert CostCurve({8: 0.5})([100]) == [0.5]
 
 
-@pytest.mark.parametrize("seconds", [{}, {1: 0.0}])
-def test_a_curve_needs_times(seconds: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        CostCurve(seconds)
-
-
 def test_a_curve_follows_what_forwards_take_where_they_are_and_elsewhere_a_little() -> None:
     curve = linear(0.01, 0.0001)
     before = curve([1, 16, 256])

@@ -94,15 +94,6 @@ def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
     assert np.array_equal(row, given_row)
 
 
-def test_a_path_is_forgotten_behind_its_row() -> None:
-    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.5)
-    penalties, row = Penalties(params, 2, VOCAB), np.ones(VOCAB, np.float32)
-    penalties.append([5, 5, 7])
-    first = penalties.adjusted(row, [7, 9])
-    assert first[[5, 7, 9, 11]].tolist() == [0.5, 0.5 - 2 - 0.5, 0.5 - 1 - 0.5, 1.0]
-    assert penalties.adjusted(row)[[5, 7, 9, 11]].tolist() == [0.5, 0.5 - 1 - 0.5, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=1.0, min_p=0.5, top_k=3)])
 def test_nothing_is_counted_without_need(params: SamplingParams) -> None:
     assert Penalties.of(params, 3, VOCAB) is None

@@ -55,26 +55,19 @@ def calibrated(calibration: Calibration, claimed: FloatArray) -> FloatArray:
 CLAIMED = np.linspace(0.1, 0.9, 9)
 
 
-@pytest.mark.parametrize("seed", range(3 * EFFORT))
+@pytest.mark.parametrize("seed", range(EFFORT))
 @pytest.mark.parametrize(
     ("scale", "shift"),
-    [(1.0, -1.5), (0.4, -0.5), (1.0, 1.5), (2.0, 1.0)],
-    ids=["over", "over-flat", "under", "under-steep"],
+    [(1.0, 0.0), (1.0, -1.5), (0.4, -0.5), (1.0, 1.5), (2.0, 1.0)],
+    ids=["honest", "over", "over-flat", "under", "under-steep"],
 )
 def test_a_miscalibrated_head_is_corrected(scale: float, shift: float, seed: int) -> None:
     calibration = Calibration()
     live(calibration, scale, shift, seed)
     true = sigmoid(scale * logit(CLAIMED) + shift)
     before, after = np.abs(CLAIMED - true), np.abs(calibrated(calibration, CLAIMED) - true)
-    assert before.max() > 0.2
+    assert (before.max() > 0.2) == ((scale, shift) != (1.0, 0.0))
     assert after.max() < 0.08
-
-
-@pytest.mark.parametrize("seed", range(3 * EFFORT))
-def test_a_calibrated_head_is_left_alone(seed: int) -> None:
-    calibration = Calibration()
-    live(calibration, 1.0, 0.0, seed)
-    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.05
 
 
 def test_a_new_calibration_changes_nothing() -> None:
@@ -99,19 +92,6 @@ def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curva
         precision = precision + (prior - precision) / 512 + features.T @ features / 4
         fitted = fitted + np.linalg.solve(precision, features.T @ (accepted - sigmoid(features @ fitted)))
         np.testing.assert_allclose([calibration.scale, calibration.shift], fitted, rtol=1e-9)
-
-
-def test_a_few_surprises_move_a_new_calibration_little() -> None:
-    calibration = Calibration()
-    live(calibration, 1.0, -1.5, seed=0, steps=3)
-    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.15
-
-
-def test_a_head_that_improves_while_it_serves_is_followed() -> None:
-    calibration = Calibration()
-    live(calibration, 1.0, -1.5, seed=1, steps=4_000)
-    live(calibration, 1.0, 0.0, seed=2, steps=2_000)
-    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.06
 
 
 def test_calibration_is_deterministic_and_finite_on_impossible_heads() -> None:
@@ -181,17 +161,6 @@ def test_routing_nothing_is_refused() -> None:
         route([])
 
 
-def test_sum_confidence_is_the_expected_accepted_length_of_a_calibrated_head() -> None:
-    rng = np.random.default_rng(7)
-    expected, accepted = 0.0, 0
-    for _ in range(5_000):
-        tree, claimed = claimed_chain(rng)
-        hits = rng.random(4) < claimed
-        expected += sum_confidence(tree)
-        accepted += 4 if hits.all() else int(np.argmin(hits))
-    assert accepted == pytest.approx(expected, rel=0.05)
-
-
 def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
     rng = np.random.default_rng(8)
     for _ in range(2_000 * EFFORT):
@@ -205,10 +174,3 @@ def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
                 text_at(tree, parent) == text[: len(spelled) - 1] and len(spelled) <= len(text)
             )
             assert accepted[node - 1] == (spelled == text[: len(spelled)])
-
-
-def test_the_next_root_refutes_the_children_where_the_walk_ended() -> None:
-    tree = make_tree([(1, 0, -0.1), (2, 1, -0.2), (3, 1, -0.3), (4, 2, -0.4), (5, 0, -0.5)])
-    offered, accepted = outcomes(tree, [1, 9])
-    assert offered.tolist() == [True, True, True, False, True]
-    assert accepted.tolist() == [True, False, False, False, False]

@@ -94,13 +94,6 @@ def test_noise_and_draws_agree_between_numpy_and_torch() -> None:
             assert int(drawn[row]) == draw(np.arange(500), log_probs[row], seed, position)
 
 
-def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
-    ids = np.array([3, 17, 400])
-    assert np.array_equal(noise(5, 9, ids), noise(5, 9, np.arange(500))[ids])
-    chosen = sampling_torch.noise(5, torch.tensor([9]), torch.from_numpy(ids))
-    assert torch.equal(chosen, sampling_torch.noise(5, torch.tensor([9]), 500)[:, ids])
-
-
 def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = np.array([0, 2**64 - 1], np.uint64)
     monkeypatch.setattr(sampling, "hash_u64", lambda *_: extremes)
@@ -337,12 +330,6 @@ def test_a_seed_is_drawn_once_unless_one_was_set() -> None:
     assert [params.with_seed().seed for params in drawn] == [params.seed for params in drawn]
     assert SamplingParams(seed=0).with_seed().seed == 0
     assert SamplingParams(repetition_penalty=1).with_defaults(1.3).repetition_penalty == 1
-
-
-def test_params_are_frozen_and_hold_the_largest_seed() -> None:
-    params = SamplingParams(seed=2**64 - 1)
-    with pytest.raises(ValidationError, match="frozen"):
-        params.seed = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
