@@ -109,7 +109,7 @@ def identity(options: Options) -> None:
         run.report(bench.report, options.ids)
 
 
-@command(app, *ASKED, "methods", "goals", n=4, max_new_tokens=64)
+@command(app, *ASKED, "methods", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
     """The split's own cost a step at one session, and where each part of a step's time goes."""
     from lab.questions import prompt_ids
@@ -123,7 +123,7 @@ def steps(options: Options) -> None:
         account(report, Path(folder), methods)
 
 
-@command(app, "t_m", "t_d", "temperatures", "goals", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
+@command(app, "t_m", "t_d", "temperatures", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
 def services(options: Options) -> None:
     """What the services alone cost: a step's time and each process's CPU, on a target and a head that sleep.
 
@@ -180,7 +180,7 @@ def run(options: Options) -> None:
         run_methods(bench, plan)
 
 
-@command(app, "what", "target", "head", "methods", "dtype", "plot", "goals", n=300)
+@command(app, "what", "target", "head", "methods", "dtype", "plot", n=300)
 def adapt(options: Options) -> None:
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
 
@@ -221,7 +221,7 @@ def synthetic(options: Options) -> None:
         run_synthetic(spec, plan, report, options)
 
 
-@command(app, *SHAPED, "goals", shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
+@command(app, *SHAPED, shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
 def gpu(options: Options) -> None:
     """What a device makes of a target: forwards beside its memory's speed, drafts, and steps of the services.
 

@@ -81,7 +81,6 @@ class Options:
     answers: Annotated[Path | None, folder("Also write each method's answers, as Spec-Bench does.")] = None
     plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
     json_file: JsonFile = None
-    goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
 
     def spec(self, default: Sequence[str] = ()) -> StackSpec:
         """The stack that the options describe; unusable ones are a usage error that names the option.

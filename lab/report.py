@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise, or a goal, and whether it held."""
+    """A promise, and whether it held."""
 
     name: str
     value: float
@@ -111,21 +111,13 @@ class Report:
     """Lines below the tables."""
     checks: list[Check] = field(default_factory=list)
     """Of correctness."""
-    goals: list[Check] = field(default_factory=list)
-    """What the project wants to reach."""
-    strict: bool = False
-    """Whether goals are checks, too."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What else `--json` holds."""
 
     @property
     def ok(self) -> bool:
         """Whether no check failed."""
-        return not any(check.failed for check in self._decisive)
-
-    @property
-    def _decisive(self) -> list[Check]:
-        return self.checks + (self.goals if self.strict else [])
+        return not any(check.failed for check in self.checks)
 
     def add_methods(self, rows: Sequence[Row]) -> None:
         """Add a row for each method with its speedup over plain, and their table."""
@@ -175,7 +167,6 @@ class Report:
             "rows": self.rows,
             "checks": [check.to_json() for check in self.checks],
             "ok": self.ok,
-            "goals": [goal.to_json() for goal in self.goals],
             "figures": self.figures,
         }
 
@@ -186,20 +177,10 @@ class Report:
         file.write_text(text + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """Print the tables, and the goals and checks below them."""
-        goals = [
-            {
-                "goal": goal.name,
-                "measured": f"{goal.value:g}",
-                "wanted": goal.bound,
-                "reached": "yes" if goal.ok else "no",
-                "note": goal.note or None,
-            }
-            for goal in self.goals
-        ]
-        for text in [*self.tables, *([table("goals", goals)] if goals else []), *self.notes]:
+        """Print the tables, the notes and the checks."""
+        for text in [*self.tables, *self.notes]:
             console.print(text, soft_wrap=True, highlight=False, markup=False)
-        for check in self._decisive:
+        for check in self.checks:
             note = f" ({check.note})" if check.note else ""
             sign = "[red]FAILED[/]" if check.failed else "[green]ok[/]" if check.ok else "[yellow]weak[/]"
             line = f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}"

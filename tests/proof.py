@@ -42,7 +42,6 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
     "law of every rule": (sys.executable, "-m", "tests.law"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
-    "bench steps": (*BENCH, "steps", "--goals"),
     "weight syncs": (*PYTEST, *3 * ("tests/services/test_weight_sync.py",)),
     "adapter": (*PYTEST, *3 * ("tests/services/test_adapter.py", "tests/services/test_signal_stream.py")),
     "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),

@@ -18,19 +18,15 @@ from coppice.pictures.style import looks
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference, Verdict
 from lab.adapt.lanes import NEW_TOKENS, Lane
-from lab.adapt.shift import AGAIN, STORIES, TURN, StreamQuery, programs, shifted, turning
+from lab.adapt.shift import StreamQuery, programs, shifted, turning
 from lab.asking import GREEDY, judged
 from lab.measuring import reference_of
 from lab.options import Options
-from lab.report import Check, Report, Row, exactness_checks, make_row
+from lab.report import Report, Row, exactness_checks, make_row
 
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full")
 """what a change is called that put newly trained weights to use"""
-LEAST_GAIN = 0.5
-"""tau that the bandit is to gain over never in the last third of the shifted part"""
-LEAST_SPEEDUP = 1.12
-"""over never, of 300 queries"""
 BUDGET = 12  # draft nodes verified a step
 INTERVAL = 10
 """adapter.interval of the other policies: fit for a stream of a few hundred queries"""
@@ -104,7 +100,7 @@ def judged_lanes(
 def report_lanes(
     lanes: Sequence[Lane], stream: Sequence[StreamQuery], base: StackSpec, report: Report
 ) -> list[AdaptRow]:
-    """Add a row for each lane, their table, checks and goals to the report. Returns the rows."""
+    """Add a row for each lane, their table and checks to the report. Returns the rows."""
     rows: list[AdaptRow] = []
     with reference_of(base) as reference:
         verdicts = judged_lanes(lanes, stream, reference)
@@ -115,11 +111,6 @@ def report_lanes(
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
     report.add_table(title, adapt_lines(rows), {"training s": ".0f"})
     report.checks += exactness_checks([row.to_json() for row in rows], report.dtype, NEW_TOKENS)
-    parts = {query.part for query in stream}
-    if AGAIN in parts:
-        report.goals += shift_goals(rows)
-    elif STORIES in parts:
-        report.goals += turn_goals(rows, stream)
     report.figures = {"interval": INTERVAL, "stream": [query.part for query in stream]}
     return rows
 
@@ -164,49 +155,6 @@ def parts_of(
         updates = sum(change["what"] in TRAINED and at[0] < change["query"] <= at[-1] + 1 for change in changes)
         parts.append(Part(name, len(at), row.tau, row.tokens_per_s, updates))
     return parts
-
-
-def shift_goals(rows: Sequence[AdaptRow]) -> list[Check]:
-    """What the bandit is for; none without it and never."""
-    by_name = {row.row.method: row for row in rows}
-    bandit, never = by_name.get(BANDIT), by_name.get(NEVER)
-    if bandit is None or never is None:
-        return []
-    late, plain = bandit.parts[1], never.parts[1]
-    again, before = bandit.parts[-1], never.parts[-1]
-    best = max((row.row for row in rows if row is not bandit), key=lambda row: row.tokens_per_s)
-    ratio = bandit.row.tokens_per_s / best.tokens_per_s
-    return [
-        Check.at_least(f"tau over never, {late.name}", late.tau - plain.tau, LEAST_GAIN),
-        Check.at_least("tokens/s over never", bandit.row.tokens_per_s / never.row.tokens_per_s, LEAST_SPEEDUP),
-        Check.at_least(f"tokens/s over never, {again.name}", again.tokens_per_s / before.tokens_per_s, 0.98),
-        Check.at_least(f"tokens/s over {best.method}, the best other policy", ratio, 0.98),
-    ]
-
-
-def turn_goals(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery]) -> list[Check]:
-    """What the bandit is for where kinds of text come again; none without it and never.
-
-    What is gained over never in the first half of a turn is compared with the second half of the kind's turn before.
-    """
-    by_name = {row.row.method: row for row in rows}
-    bandit, never = by_name.get(BANDIT), by_name.get(NEVER)
-    if bandit is None or never is None:
-        return []
-
-    def gain(begin: int, end: int) -> float:
-        return sum(bandit.query_tau[begin:end]) / sum(never.query_tau[begin:end])
-
-    left, returns, half = dict[str, float](), list[float](), TURN // 2
-    for at in range(0, len(stream) - TURN + 1, TURN):
-        kind = stream[at].part
-        if kind in left:
-            returns.append(gain(at, at + half) / left[kind])
-        left[kind] = gain(at + half, at + TURN)
-    checks = [Check.at_least("tokens/s over never", bandit.row.speedup, 1.05)]
-    if returns:
-        checks.append(Check.at_least("gain in tau at a kind's return over the one it left with", min(returns), 0.97))
-    return checks
 
 
 def adapt_lines(rows: Sequence[AdaptRow]) -> list[dict[str, Any]]:

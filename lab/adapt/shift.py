@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-STORIES = "stories"
-AGAIN = "code again"
 TURN = 40
 """queries before a stream that turns goes on with another kind of text"""
 WHO = (
@@ -78,7 +76,7 @@ def sums() -> list[str]:
 
 def turning(count: int) -> list[StreamQuery]:
     """Code, stories and maths in turn, TURN queries of each before the next; what comes again has other prompts."""
-    sources = {"code": programs(), STORIES: stories(), "maths": sums()}
+    sources = {"code": programs(), "stories": stories(), "maths": sums()}
     names, stream = list(sources), list[StreamQuery]()
     for at in range(0, count, TURN):
         turn, which = divmod(at // TURN, len(names))
@@ -90,8 +88,8 @@ def turning(count: int) -> list[StreamQuery]:
 def shifted(count: int) -> list[StreamQuery]:
     """Four fifths stories, which a head of code does not know, then code again."""
     first = 4 * count // 5
-    told = [StreamQuery(STORIES, prompt) for prompt in stories()[:first]]
-    return told + [StreamQuery(AGAIN, prompt) for prompt in programs()[: count - first]]
+    unknown = [StreamQuery("stories", prompt) for prompt in stories()[:first]]
+    return unknown + [StreamQuery("code again", prompt) for prompt in programs()[: count - first]]
 
 
 def _shuffled(prompts: list[str]) -> list[str]:

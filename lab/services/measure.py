@@ -26,11 +26,7 @@ from lab.services.asleep import Asleep
 HEAD = "asleep"
 ASLEEP = {**MODULES, "verifier": "lab.services.verifier", "drafter": "lab.services.drafter"}
 """what is run for each role"""
-BESIDE_MS = {"plain": 0.6, f"single:{HEAD}": 1.0}
-"""what a step of one session may take beside T_M and T_D, by method"""
-BESIDE_P99_MS = 2.0
-"""how much more the 99th percentile may be"""
-SESSIONS_A_CORE = 64
+METHODS = ("plain", f"single:{HEAD}")
 PROMPT = 32  # ids
 
 Line = dict[str, Any]
@@ -51,9 +47,9 @@ def spec_of(asleep: Asleep, folder: Path, sessions: Sequence[int], new_tokens: i
 
 
 def run_services(bench: Bench, asleep: Asleep, sessions: Sequence[int], temperatures: Sequence[float]) -> None:
-    """Add a line for each temperature, number of sessions and method to the report, and goals at the first one."""
+    """Add a line for each temperature, number of sessions and method to the report."""
     report, lines, wrong = bench.report, list[Line](), 0
-    cells = list(product(temperatures, sessions, BESIDE_MS))
+    cells = list(product(temperatures, sessions, METHODS))
     with Progress("cells", len(cells)) as progress:
         for temperature, count, method in cells:
             progress.say(f"{method}, T={temperature:g}, {count} sessions")
@@ -65,7 +61,6 @@ def run_services(bench: Bench, asleep: Asleep, sessions: Sequence[int], temperat
 client, verifier, drafter, orchestrator: CPU of a step of one session, ms"""
     report.add_figures("services", title, lines, {"T": "g", "steps/s": ".0f", "sessions/core": ".0f"})
     report.checks.append(Check("wrong answers", wrong, "0", not wrong))
-    report.goals += goals(lines)
 
 
 def measured(bench: Bench, asleep: Asleep, method: str, sessions: int, sampling: SamplingParams) -> tuple[Line, int]:
@@ -108,22 +103,6 @@ def line_of(asleep: Asleep, answers: Sequence[Completion], wall_s: float, used_n
         **used,
         "sessions/core": (asleep.t_m_ms + asleep.t_d_ms * (t_d > 0)) / used["orchestrator"],
     }
-
-
-def goals(lines: Sequence[Line]) -> list[Check]:
-    """What is wanted at the first temperature: of a step of one session, and of the orchestrator under most load."""
-    first = [line for line in lines if line["T"] == lines[0]["T"]]
-    checks = []
-    for line in first:
-        method, sessions = line["method"], line["sessions"]
-        if sessions == 1:
-            bound, name = BESIDE_MS[method], f"one session's step of {method} beside T_M and T_D, ms"
-            checks.append(Check.at_most(name, line["beside"], bound))
-            checks.append(Check.at_most(f"{name}, 99th percentile", line["p99"], bound + BESIDE_P99_MS))
-        if sessions == first[-1]["sessions"]:
-            name = f"sessions that fill a core of the orchestrator, {method} at {sessions}"
-            checks.append(Check.at_least(name, line["sessions/core"], SESSIONS_A_CORE))
-    return checks
 
 
 def _prompt(seed: int, vocab_size: int) -> Ids:

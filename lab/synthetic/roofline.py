@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,39 +23,30 @@ from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
 from lab.asking import GREEDY
 from lab.bare import Bare
-from lab.report import Check, Report
-from lab.synthetic.measure import Line, SyntheticPlan, expected_lines, measure_bare, measure_pipeline
+from lab.report import Report
+from lab.synthetic.measure import SyntheticPlan, expected_lines, measure_bare, measure_pipeline
 
 REPEATS = 15
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds
 GENERATED = 128  # tokens of transformers' prompt, and of its answer
 STATIC: Any = {"cache_implementation": "static"}
-BESIDE_MS = 1.5
-"""what a step of the services may take beside T_M and T_D"""
-PLAIN_TOKENS_PER_S = 140.0
-DRAFT_SHARES = {"specblock": 0.25, "eagle3": 0.45}
-"""what a draft may take of a plain forward, by kind of head"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Forwards of one size, and how many times as long as memory needs they may take."""
+    """Forwards of one size."""
 
     sessions: int
     rows: int
     context: int
-    bound: float
-
-    def __str__(self) -> str:
-        return f"{self.sessions} x {self.rows} rows behind {self.context} tokens"
 
 
 CELLS = (
-    Cell(1, 1, 1024, 1.25),
-    Cell(1, 61, 1024, 1.3),
-    Cell(8, 31, 1024, 1.4),
-    Cell(32, 1, 1024, 1.5),
-    Cell(8, 1, 32_768, 1.6),
+    Cell(1, 1, 1024),
+    Cell(1, 61, 1024),
+    Cell(8, 31, 1024),
+    Cell(32, 1, 1024),
+    Cell(8, 1, 32_768),
 )
 
 
@@ -65,7 +56,7 @@ def run_gpu(spec: StackSpec, plan: SyntheticPlan, report: Report) -> None:
     report.figures |= {"torch": torch.__version__, "device_name": device_name(device)}
     with Progress("parts", len(CELLS) + 4) as progress:
         progress.say("forwards")
-        report.goals += forwards(spec, CELLS, report, progress.add)
+        forwards(spec, CELLS, report, progress.add)
         progress.say("drafts")
         times = measure_bare(spec, plan, sorted({1, plan.budget + 1}), progress)
         report.rows = expected_lines(spec, plan, times)
@@ -79,17 +70,15 @@ def run_gpu(spec: StackSpec, plan: SyntheticPlan, report: Report) -> None:
         tokens_per_s = static_generate(spec, plan)
         progress.add()
     report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": tokens_per_s}])
-    report.goals += goals(report.rows, steps, tokens_per_s)
 
 
-def forwards(spec: StackSpec, cells: Sequence[Cell], report: Report, done: Callable[[], None]) -> list[Check]:
+def forwards(spec: StackSpec, cells: Sequence[Cell], report: Report, done: Callable[[], None]) -> None:
     """Time forwards of each size, and compare them with the time of a copy of as many bytes as they read."""
     most = max(cells, key=lambda cell: cell.sessions * (cell.context + cell.rows))
     engine = Bare(spec, spec.settings(), most.sessions, most.context + most.rows).engine
-    speed, checks, lines = bytes_a_second(engine.pool.device), [], []
+    speed, lines = bytes_a_second(engine.pool.device), []
     for cell in cells:
         took, read = forward_s(engine, cell), bytes_read(engine, cell)
-        over = took * speed / read
         lines.append(
             {
                 "sessions": cell.sessions,
@@ -98,13 +87,11 @@ def forwards(spec: StackSpec, cells: Sequence[Cell], report: Report, done: Calla
                 "ms": took * 1e3,
                 "GB read": read / 1e9,
                 "roofline ms": read / speed * 1e3,
-                "over roofline": over,
+                "over roofline": took * speed / read,
             }
         )
-        checks.append(Check.at_most(f"{cell}, over the roofline", over, cell.bound))
         done()
     report.add_figures("roofline", f"forwards; memory moves {speed / 1e9:.0f} GB/s in a copy", lines)
-    return checks
 
 
 def forward_s(engine: Engine, cell: Cell) -> float:
@@ -170,27 +157,6 @@ def static_generate(spec: StackSpec, plan: SyntheticPlan) -> float:
     for _ in range(3):  # the first two compile
         answer = reference.generate(prompt, GENERATED, GREEDY, drafting=STATIC)
     return (answer.new_tokens - 1) / answer.decode_s
-
-
-def goals(expected: Sequence[Mapping[str, Any]], steps: Sequence[Line], generate_per_s: float) -> list[Check]:
-    """What is wanted of drafts, and of steps of the services."""
-    plain = next(line for line in steps if line["method"] == "plain")
-    per_s = 1e3 * plain["tau"] / plain["step_ms"]
-    checks = [
-        Check.at_least("tokens/s of plain through the services", per_s, PLAIN_TOKENS_PER_S),
-        Check.at_least("tokens/s of plain over transformers' static cache", per_s / generate_per_s, 1.0),
-    ]
-    forward_ms = next(line["t_m_ms"] for line in expected if line["method"] == "plain")
-    for line in expected:
-        kind = line["method"].removeprefix("single:")
-        if kind in DRAFT_SHARES:
-            checks.append(
-                Check.at_most(f"a draft of {kind} over a forward", line["t_d_ms"] / forward_ms, DRAFT_SHARES[kind])
-            )
-    for step in steps:
-        beside = step["step_ms"] * (1 - step["efficiency"])
-        checks.append(Check.at_most(f"a step of {step['method']} beside T_M and T_D, ms", beside, BESIDE_MS))
-    return checks
 
 
 def device_name(device: torch.device) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,7 @@ from lab.adapt.adapt import (
     adapt_row,
     draw,
     judged_lanes,
-    shift_goals,
     spec_for,
-    turn_goals,
 )
 from lab.adapt.lanes import Lane
 from lab.adapt.shift import TURN, programs, shifted, stories, turning
@@ -56,20 +53,6 @@ def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> Ada
     )
 
 
-@pytest.mark.parametrize(
-    ("gain", "speed", "wanted"),
-    [
-        (0.6, 40.0, [True, True, True, True]),
-        (0.4, 40.0, [False, True, True, True]),
-        (0.6, 30.0, [True, False, True, False]),
-    ],
-)
-def test_the_bandit_is_judged(gain: float, speed: float, wanted: list[bool]) -> None:
-    rows = [row("never", 1.8, 35.0, []), row("always", 2.3, 36.0, [8, 16]), row("bandit", 1.8 + gain, speed, [10])]
-    assert [goal.ok for goal in shift_goals(rows)] == wanted
-    assert shift_goals(rows[:2]) == []
-
-
 def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> None:
     stream = turning(7 * TURN + 5)
     assert [stream[at].part for at in range(0, len(stream), TURN)] == [
@@ -77,17 +60,6 @@ def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> No
         *("code", "stories"),
     ]
     assert len({query.prompt for query in stream}) == len(stream) == 7 * TURN + 5
-
-
-@pytest.mark.parametrize(("kept", "wanted"), [(1.0, [True, True]), (0.9, [True, False])])
-def test_what_was_learnt_of_a_kind_is_to_be_there_when_it_comes_back(kept: float, wanted: list[bool]) -> None:
-    stream = turning(4 * TURN)
-    taus = [3.0] * TURN + [2.2] * TURN + [3.0] * TURN + [3.0 * kept] * (TURN // 2) + [3.0] * (TURN // 2)
-    never = replace(row("never", 1.8, 35.0, []), query_tau=[3.0] * TURN + [2.0] * TURN + [3.0] * 2 * TURN)
-    bandit = row("bandit", 2.0, 40.0, [])
-    bandit = replace(bandit, row=replace(bandit.row, speedup=40 / 35), query_tau=taus)
-    assert [goal.ok for goal in turn_goals([never, bandit], stream)] == wanted
-    assert turn_goals([never], stream) == []
 
 
 def answer(ids: tuple[int, ...]) -> Completion:

@@ -48,10 +48,6 @@ def test_steps_take_the_time_slept_and_more_and_every_process_works_for_them(sta
         assert (line["tau"] > 1.3, line["nodes"] > 6) == (drafts, drafts)
     (wrong,) = report.checks
     assert wrong.ok
-    assert [goal.name.partition(",")[0] for goal in report.goals] == [
-        *(f"one session's step of {method} beside T_M and T_D" for method in METHODS for _ in range(2)),
-        *("sessions that fill a core of the orchestrator" for _ in METHODS),
-    ]
 
 
 def test_a_wrong_answer_is_found(stack: Stack, client: Client) -> None:

@@ -145,7 +145,7 @@ def test_forwards_are_set_beside_what_memory_moves(
 ) -> None:
     for name, value in {"CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
         monkeypatch.setattr(measure, name, value)
-    cells = (roofline.Cell(1, 1, 16, 1e9), roofline.Cell(2, 5, 40, 1e9))
+    cells = (roofline.Cell(1, 1, 16), roofline.Cell(2, 5, 40))
     for name, value in {"CELLS": cells, "COPIED": {"cpu": 1 << 20}, "REPEATS": 3, "GENERATED": 12}.items():
         monkeypatch.setattr(roofline, name, value)
     arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6"]
@@ -156,7 +156,6 @@ def test_forwards_are_set_beside_what_memory_moves(
     assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
     assert [line["method"] for line in told["figures"]["pipeline"]] == ["plain", "single:eagle3", "single:specblock"]
     assert told["figures"]["generate"][0]["tokens/s"] > 0
-    assert {goal["name"] for goal in told["goals"]} >= {f"{cell}, over the roofline" for cell in cells}
 
 
 @pytest.mark.gpu
