@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
-from urllib.request import urlopen
 
 import grpc
 import grpc.aio
@@ -217,36 +216,6 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(lookup: Se
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details.startswith(field)
         assert (await other.draft(3)).nodes == own_tree(IDS, 3, 16)
-
-
-async def test_a_session_ends_with_its_stream_however_that_ends(lookup: Service) -> None:
-    async with connected(lookup) as stub:
-        before = await until_idle(stub)
-
-        async def live(index: int) -> None:
-            async with connected(lookup) as own:
-                session = await Client(own).open()
-                await session.send(3)
-                if index % 4 == 0:  # the client is done
-                    await session.tree()
-                    await session.call.done_writing()
-                    with pytest.raises(EOFError, match="OK"):
-                        await session.tree()
-                elif index % 4 == 1:
-                    session.call.cancel()
-                elif index % 4 == 2:  # an error of its own
-                    await session.send(3, committed_hash=0)
-                    assert (await status_of(session.call))[0] is grpc.StatusCode.FAILED_PRECONDITION
-                # else the connection goes away
-
-        await asyncio.gather(*map(live, range(100)))
-        after = await until_idle(stub)
-        assert after.sessions == 0
-        assert after.sessions_opened - before.sessions_opened == 100
-        assert after.sessions_closed == after.sessions_opened
-        metrics = await asyncio.to_thread(lambda: urlopen(f"http://{lookup.metrics}/metrics").read().decode())
-        for name in ("opened", "closed"):
-            assert f"coppice_drafter_sessions_{name}_total {float(after.sessions_opened)}" in metrics
 
 
 async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service: StartService) -> None:

@@ -6,7 +6,7 @@ The drafter runs in this process, the verifier in its own, unless it lies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import TreeDelta
 from coppice.wire.verifier import Commit
 from tests.feeds import Feeder, feeding
-from tests.processes import Service
+from tests.processes import Service, until
 from tests.recorder import LAYERS, Recorder, drafter_of
 from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
@@ -28,15 +28,6 @@ from tests.services.test_features import IDS, fetched, model, start_verifier, ta
 __all__ = ["model", "start_verifier", "target", "truth", "verifier"]
 FOLLOWED = "followed"
 ROW_BYTES = 4 * 64 * len(LAYERS)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 class Talk:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from coppice.client.client import AsyncClient
 from coppice.heads.base import DraftJob, Growth
 from coppice.telemetry import metric
-from tests.processes import Service
+from tests.processes import Service, until
 from tests.recorder import Recorder, drafter_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier
 
@@ -30,13 +30,6 @@ class Slow(Recorder):
         if not self.hurry.is_set():
             time.sleep(0.15)
         yield from super().draft(jobs)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for ten seconds at most."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def test_sessions_move_to_a_drafter_that_comes(

@@ -35,6 +35,7 @@ from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription
 from tests.certificates import ROLES, Authority, documented
+from tests.processes import until
 
 SERVICES: dict[str, ServiceDescriptor] = {
     service.name: service
@@ -260,12 +261,6 @@ async def test_rotated_certificates_are_used_without_a_restart(
         assert echo.running == 1
         stream.cancel()
         await until(lambda: echo.running == 0)
-
-
-async def until(claim: Any, within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not claim():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
