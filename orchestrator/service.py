@@ -269,7 +269,8 @@ class GenerationServicer:
         if len(request.resume_ids) > new:
             raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
         budget = settings.budget if request.budget is None else request.budget
-        whole = (request.budget is not None and policy.name != "auto") or request.pq
+        named = request.budget is not None and policy.name != "auto"
+        whole = named or request.pq or policy.name == "merge-full"
         return replace(request, budget=budget, max_new_tokens=new, whole_tree=whole), policy
 
     async def DescribeModel(

@@ -44,8 +44,8 @@ class VerifierServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchFeatures(self, request, context):
-        """Features of committed positions of a live session, in chunks of at most 1 MiB, from the first position still held;
-        then, to a caller that follows the session, what each of its steps commits, as soon as its forward is done.
+        """Follows a live session: features of what is committed, in chunks of at most 1 MiB, from the first position still
+        held, then what each of its steps commits, as soon as its forward is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ from tests.signals import eventually
 
 __all__ = ["heads", "target"]  # fixtures
 
-NEW, LONG = 16, 100
+NEW, LONG = 32, 100
 VERIFIERS = ("verifier-0", "verifier-1")
 HEADS = ("block", "mortal")
 SAMPLED = SamplingParams(temperature=1.0, seed=4)

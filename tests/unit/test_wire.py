@@ -356,6 +356,8 @@ ELSEWHERE = {
     *(f"HeadStatus.{name}" for name in ("head", "policy", "doing", "weights_hash", "actions", "kinds", "replicas")),
     *(f"HeadStatus.{name}" for name in ("versions", "history", "changes")),
     *("ActionStatus.action", "ReplicaStatus.address", "QueryPoint.action", "Change.what", "Change.why"),
+    # not sent any more
+    *("ActionStatus.error", "ActionStatus.samples", "ActionStatus.capacity"),
 }
 """Fields whose bound is no annotation"""
 NOT_NUMBERS = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_BOOL)
