@@ -158,6 +158,8 @@ class Rates:
     def __init__(self) -> None:
         self.texts: list[Text] = []
         """under way"""
+        self.load = 0
+        """their number in powers of two: 1; 2 and 3; 4 to 7"""
         self.plain = Seconds()
         self.extra: defaultdict[str, Seconds] = defaultdict(Seconds)
         """what a step of an arm takes beside a plain one"""
@@ -169,19 +171,14 @@ class Rates:
         self._steps = 0
         self._chosen_until = 0  # the step at which the arm is chosen anew
         self._rest = 0  # rounds that the arm is still played for in any case
-        self._hinted = (
-            -1
-        )  # rounds since the verifier began to say that no node pays, or since the latest run of drafting
-
-    @property
-    def load(self) -> int:
-        """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
-        return len(self.texts).bit_length()
+        # Rounds since the verifier began to say that no node pays, or since the latest run of drafting.
+        self._hinted = -1
 
     def decide(self, text: Text, hint: int | None) -> Arm:
         """The arm of a text's next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         if not text.steps and text not in self.texts:
             self.texts.append(text)
+            self.load = len(self.texts).bit_length()
             self._rest = 0
         if self._steps >= self._chosen_until:
             self._choose(text, hint)
@@ -193,6 +190,7 @@ class Rates:
         """A text ends, or never began."""
         if text in self.texts:
             self.texts.remove(text)
+            self.load = len(self.texts).bit_length()
 
     def soon(self, text: Text) -> tuple[int, ...]:
         """The heads that a text which begins will probably ask."""
@@ -273,8 +271,9 @@ class Rates:
         plain_s = self.plain.at(self.load) or 0.0
         if name == PLAIN:
             return plain_s
-        seconds = [self.extra[key].at(self.load) for key in (text.keys[name][0], name)]  # of a prediction's arm first
-        extra_s = next((each for each in seconds if each is not None), None)
+        extra_s = self.extra[text.keys[name][0]].at(self.load)
+        if extra_s is None:  # an arm that drafts from a prediction was never seen
+            extra_s = self.extra[name].at(self.load)
         if extra_s is None:
             heads = [self.extra[head].at(self.load) or 0.0 for head in text.arms if head.startswith(SINGLE)]
             extra_s = JOINT_TIME * max(heads, default=0.0)
