@@ -36,12 +36,12 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 41_032,
-    "of it lab": 5_121,
-    "files outside tests": 303,
-    "Python of tests": 39_897,
-    "words of docs": 39_047,
-    "settings": 118,
+    "Python outside tests": 36_465,
+    "of it lab": 4_509,
+    "files outside tests": 212,
+    "Python of tests": 35_587,
+    "words of docs": 29_248,
+    "settings": 94,
     "MB of tracked files": 62,
 }
 """Bounds of the repository's sizes. A landing that makes one smaller writes its figure here; nobody raises one."""
