@@ -89,14 +89,15 @@ def test_texts_are_plains_while_both_heads_are_adapted(
     stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]]
 ) -> None:
     with Client(stack.address) as client:
-        for number, policy in enumerate(POLICIES * 6, 1):
+        until = time.monotonic() + 180  # a full machine trains slowly
+        for number, policy in enumerate(itertools.cycle(POLICIES), 1):
             answers_are_plains(client, plain, policy)
             told = status(stack)
             if number >= len(POLICIES) and all(one.events >= 3 for one in told.values()):
                 break
+            assert time.monotonic() < until, told
     assert set(told) == set(KINDS)
     for one in told.values():
-        assert one.events >= 3, one
         assert one.queries == len(one.history) or one.queries > 100
         assert {change.what for change in one.changes} <= {"full", "revert"}
     heads = lambda: status(stack).values()  # noqa: E731
@@ -177,5 +178,6 @@ def test_texts_are_plains_without_redis_and_without_the_adapter(
             os.kill(pid, signal.SIGKILL)
             answers_are_plains(client, plain, "merge")
             stack.check()  # neither is missed
+    assert eventually(lambda: stack.processes["adapter"].exit_code is not None)
     with pytest.raises(ProcessFailed):
         stack.processes["adapter"].check()
