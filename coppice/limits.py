@@ -21,7 +21,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_FEATURE_LAYERS = 16  # of a head, and of the heads of one request together
 MAX_LAYERS = 4096  # of a target
-MAX_TOP_N = 64
 MAX_TOP_LOG_PROBS = 20  # best ids whose log-probabilities a client is told
 MAX_WINDOW = 4096  # positions of a training sample
 MAX_HIDDEN = 65_536  # width of a head's states, and of one layer's features

@@ -539,4 +539,4 @@ def own_rejection(tree: DraftTree, start: int, offered: Sequence[int]) -> Reject
     if missed is None:
         return None
     depth, node = missed
-    return Rejection(start + depth, node, offered[depth], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    return Rejection(start + depth, node, offered[depth])

@@ -15,41 +15,47 @@ _sym_db = _symbol_database.Default()
 from coppice.v1 import common_pb2 as coppice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63oppice/v1/verifier.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"h\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.coppice.v1.OpenSessionH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.coppice.v1.VerifyStepH\x00\x42\x06\n\x04kind\"m\n\x0eVerifyResponse\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x19.coppice.v1.SessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.coppice.v1.VerdictH\x00\x42\x06\n\x04kind\"\xab\x02\n\x0bOpenSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x10\n\x08stop_ids\x18\x04 \x03(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x06 \x03(\r\x12\x17\n\x0frejection_top_n\x18\x07 \x01(\r\x12\x16\n\x0ewant_log_probs\x18\x08 \x01(\x08\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x15\n\rtop_log_probs\x18\n \x01(\r\x12\x1d\n\x15want_prompt_log_probs\x18\x0b \x01(\x08\x12\x0f\n\x07min_len\x18\x0c \x01(\r\x12\x0c\n\x04salt\x18\r \x01(\t\"\xad\x02\n\rSessionOpened\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\"\n\x04next\x18\x02 \x01(\x0b\x32\x14.coppice.v1.NextRoot\x12&\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Features\x12*\n\x07timings\x18\x04 \x01(\x0b\x32\x19.coppice.v1.VerifyTimings\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\x12\x18\n\x10prompt_log_probs\x18\x06 \x03(\x02\x12+\n\nprompt_top\x18\x07 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"\x90\x01\n\nVerifyStep\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0c\n\x04root\x18\x02 \x01(\r\x12\x1e\n\x04tree\x18\x03 \x01(\x0b\x32\x10.coppice.v1.Tree\x12\x13\n\x06q_rows\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nwhole_tree\x18\x05 \x01(\x08\x42\t\n\x07_q_rows\"\xe8\x02\n\x07Verdict\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\r\x12\"\n\x04next\x18\x03 \x01(\x0b\x32\x14.coppice.v1.NextRoot\x12\x10\n\x08verified\x18\x04 \x03(\r\x12*\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x14.coppice.v1.FeaturesB\x02\x18\x01\x12(\n\trejection\x18\x06 \x01(\x0b\x32\x15.coppice.v1.Rejection\x12\x11\n\tlog_probs\x18\x07 \x03(\x02\x12*\n\x07timings\x18\x08 \x01(\x0b\x32\x19.coppice.v1.VerifyTimings\x12\x0e\n\x06pruned\x18\t \x01(\x08\x12\x18\n\x0b\x62udget_hint\x18\n \x01(\rH\x00\x88\x01\x01\x12$\n\x03top\x18\x0b \x03(\x0b\x32\x17.coppice.v1.TopLogProbsB\x0e\n\x0c_budget_hint\"`\n\x08NextRoot\x12\x1e\n\x03row\x18\x01 \x01(\x0b\x32\x0f.coppice.v1.RowH\x00\x12\x12\n\x08\x64rawn_id\x18\x02 \x01(\rH\x00\x12\x16\n\x0e\x64rawn_log_prob\x18\x03 \x01(\x02\x42\x08\n\x06source\"\x8c\x01\n\rVerifyTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x03\x12\x12\n\nforward_ns\x18\x02 \x01(\x03\x12\x11\n\taccept_ns\x18\x03 \x01(\x03\x12\x10\n\x08total_ns\x18\x04 \x01(\x03\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x10\n\x08plain_ns\x18\x07 \x01(\x03\"K\n\x14\x46\x65tchFeaturesRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.coppice.v1.FeatureRef\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"c\n\x15\x46\x65tchFeaturesResponse\x12&\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x14.coppice.v1.Features\x12\"\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.coppice.v1.Commit\"S\n\x06\x43ommit\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x11\n\x04root\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_root\"\x17\n\x15\x44\x65scribeTargetRequest\"\xfd\x02\n\x16\x44\x65scribeTargetResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07max_len\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x06 \x03(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12\x16\n\x0ekv_tokens_used\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x17\n\x0fsessions_opened\x18\x0b \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x0c \x01(\x04\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0cweights_hash\x18\x0e \x01(\x0c\x12\x1b\n\x13prefix_cache_tokens\x18\x0f \x01(\x04\x12\x11\n\tbits_hash\x18\x10 \x01(\x0c\x42\x15\n\x13_repetition_penalty2\x87\x02\n\x0fVerifierService\x12\x43\n\x06Verify\x12\x19.coppice.v1.VerifyRequest\x1a\x1a.coppice.v1.VerifyResponse(\x01\x30\x01\x12V\n\rFetchFeatures\x12 .coppice.v1.FetchFeaturesRequest\x1a!.coppice.v1.FetchFeaturesResponse0\x01\x12W\n\x0e\x44\x65scribeTarget\x12!.coppice.v1.DescribeTargetRequest\x1a\".coppice.v1.DescribeTargetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63oppice/v1/verifier.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"h\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.coppice.v1.OpenSessionH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.coppice.v1.VerifyStepH\x00\x42\x06\n\x04kind\"m\n\x0eVerifyResponse\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x19.coppice.v1.SessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.coppice.v1.VerdictH\x00\x42\x06\n\x04kind\"\xaf\x02\n\x0bOpenSession\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x10\n\x08stop_ids\x18\x04 \x03(\r\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x06 \x03(\r\x12\x1b\n\x0frejection_top_n\x18\x07 \x01(\rB\x02\x18\x01\x12\x16\n\x0ewant_log_probs\x18\x08 \x01(\x08\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x15\n\rtop_log_probs\x18\n \x01(\r\x12\x1d\n\x15want_prompt_log_probs\x18\x0b \x01(\x08\x12\x0f\n\x07min_len\x18\x0c \x01(\r\x12\x0c\n\x04salt\x18\r \x01(\t\"\xad\x02\n\rSessionOpened\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\"\n\x04next\x18\x02 \x01(\x0b\x32\x14.coppice.v1.NextRoot\x12&\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Features\x12*\n\x07timings\x18\x04 \x01(\x0b\x32\x19.coppice.v1.VerifyTimings\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\x12\x18\n\x10prompt_log_probs\x18\x06 \x03(\x02\x12+\n\nprompt_top\x18\x07 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"\x90\x01\n\nVerifyStep\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0c\n\x04root\x18\x02 \x01(\r\x12\x1e\n\x04tree\x18\x03 \x01(\x0b\x32\x10.coppice.v1.Tree\x12\x13\n\x06q_rows\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\nwhole_tree\x18\x05 \x01(\x08\x42\t\n\x07_q_rows\"\xec\x02\n\x07Verdict\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\r\x12\"\n\x04next\x18\x03 \x01(\x0b\x32\x14.coppice.v1.NextRoot\x12\x10\n\x08verified\x18\x04 \x03(\r\x12*\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x14.coppice.v1.FeaturesB\x02\x18\x01\x12,\n\trejection\x18\x06 \x01(\x0b\x32\x15.coppice.v1.RejectionB\x02\x18\x01\x12\x11\n\tlog_probs\x18\x07 \x03(\x02\x12*\n\x07timings\x18\x08 \x01(\x0b\x32\x19.coppice.v1.VerifyTimings\x12\x0e\n\x06pruned\x18\t \x01(\x08\x12\x18\n\x0b\x62udget_hint\x18\n \x01(\rH\x00\x88\x01\x01\x12$\n\x03top\x18\x0b \x03(\x0b\x32\x17.coppice.v1.TopLogProbsB\x0e\n\x0c_budget_hint\"`\n\x08NextRoot\x12\x1e\n\x03row\x18\x01 \x01(\x0b\x32\x0f.coppice.v1.RowH\x00\x12\x12\n\x08\x64rawn_id\x18\x02 \x01(\rH\x00\x12\x16\n\x0e\x64rawn_log_prob\x18\x03 \x01(\x02\x42\x08\n\x06source\"\x8c\x01\n\rVerifyTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x03\x12\x12\n\nforward_ns\x18\x02 \x01(\x03\x12\x11\n\taccept_ns\x18\x03 \x01(\x03\x12\x10\n\x08total_ns\x18\x04 \x01(\x03\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x10\n\x08plain_ns\x18\x07 \x01(\x03\"O\n\x14\x46\x65tchFeaturesRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.coppice.v1.FeatureRef\x12\x12\n\x06\x66ollow\x18\x02 \x01(\x08\x42\x02\x18\x01\"c\n\x15\x46\x65tchFeaturesResponse\x12&\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x14.coppice.v1.Features\x12\"\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.coppice.v1.Commit\"S\n\x06\x43ommit\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x11\n\x04root\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_root\"\x17\n\x15\x44\x65scribeTargetRequest\"\xfd\x02\n\x16\x44\x65scribeTargetResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07max_len\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x06 \x03(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12\x16\n\x0ekv_tokens_used\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x17\n\x0fsessions_opened\x18\x0b \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x0c \x01(\x04\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0cweights_hash\x18\x0e \x01(\x0c\x12\x1b\n\x13prefix_cache_tokens\x18\x0f \x01(\x04\x12\x11\n\tbits_hash\x18\x10 \x01(\x0c\x42\x15\n\x13_repetition_penalty2\x87\x02\n\x0fVerifierService\x12\x43\n\x06Verify\x12\x19.coppice.v1.VerifyRequest\x1a\x1a.coppice.v1.VerifyResponse(\x01\x30\x01\x12V\n\rFetchFeatures\x12 .coppice.v1.FetchFeaturesRequest\x1a!.coppice.v1.FetchFeaturesResponse0\x01\x12W\n\x0e\x44\x65scribeTarget\x12!.coppice.v1.DescribeTargetRequest\x1a\".coppice.v1.DescribeTargetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'coppice.v1.verifier_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
+  _globals['_OPENSESSION'].fields_by_name['rejection_top_n']._options = None
+  _globals['_OPENSESSION'].fields_by_name['rejection_top_n']._serialized_options = b'\030\001'
   _globals['_VERDICT'].fields_by_name['features']._options = None
   _globals['_VERDICT'].fields_by_name['features']._serialized_options = b'\030\001'
+  _globals['_VERDICT'].fields_by_name['rejection']._options = None
+  _globals['_VERDICT'].fields_by_name['rejection']._serialized_options = b'\030\001'
+  _globals['_FETCHFEATURESREQUEST'].fields_by_name['follow']._options = None
+  _globals['_FETCHFEATURESREQUEST'].fields_by_name['follow']._serialized_options = b'\030\001'
   _globals['_VERIFYREQUEST']._serialized_start=66
   _globals['_VERIFYREQUEST']._serialized_end=170
   _globals['_VERIFYRESPONSE']._serialized_start=172
   _globals['_VERIFYRESPONSE']._serialized_end=281
   _globals['_OPENSESSION']._serialized_start=284
-  _globals['_OPENSESSION']._serialized_end=583
-  _globals['_SESSIONOPENED']._serialized_start=586
-  _globals['_SESSIONOPENED']._serialized_end=887
-  _globals['_VERIFYSTEP']._serialized_start=890
-  _globals['_VERIFYSTEP']._serialized_end=1034
-  _globals['_VERDICT']._serialized_start=1037
-  _globals['_VERDICT']._serialized_end=1397
-  _globals['_NEXTROOT']._serialized_start=1399
-  _globals['_NEXTROOT']._serialized_end=1495
-  _globals['_VERIFYTIMINGS']._serialized_start=1498
-  _globals['_VERIFYTIMINGS']._serialized_end=1638
-  _globals['_FETCHFEATURESREQUEST']._serialized_start=1640
-  _globals['_FETCHFEATURESREQUEST']._serialized_end=1715
-  _globals['_FETCHFEATURESRESPONSE']._serialized_start=1717
-  _globals['_FETCHFEATURESRESPONSE']._serialized_end=1816
-  _globals['_COMMIT']._serialized_start=1818
-  _globals['_COMMIT']._serialized_end=1901
-  _globals['_DESCRIBETARGETREQUEST']._serialized_start=1903
-  _globals['_DESCRIBETARGETREQUEST']._serialized_end=1926
-  _globals['_DESCRIBETARGETRESPONSE']._serialized_start=1929
-  _globals['_DESCRIBETARGETRESPONSE']._serialized_end=2310
-  _globals['_VERIFIERSERVICE']._serialized_start=2313
-  _globals['_VERIFIERSERVICE']._serialized_end=2576
+  _globals['_OPENSESSION']._serialized_end=587
+  _globals['_SESSIONOPENED']._serialized_start=590
+  _globals['_SESSIONOPENED']._serialized_end=891
+  _globals['_VERIFYSTEP']._serialized_start=894
+  _globals['_VERIFYSTEP']._serialized_end=1038
+  _globals['_VERDICT']._serialized_start=1041
+  _globals['_VERDICT']._serialized_end=1405
+  _globals['_NEXTROOT']._serialized_start=1407
+  _globals['_NEXTROOT']._serialized_end=1503
+  _globals['_VERIFYTIMINGS']._serialized_start=1506
+  _globals['_VERIFYTIMINGS']._serialized_end=1646
+  _globals['_FETCHFEATURESREQUEST']._serialized_start=1648
+  _globals['_FETCHFEATURESREQUEST']._serialized_end=1727
+  _globals['_FETCHFEATURESRESPONSE']._serialized_start=1729
+  _globals['_FETCHFEATURESRESPONSE']._serialized_end=1828
+  _globals['_COMMIT']._serialized_start=1830
+  _globals['_COMMIT']._serialized_end=1913
+  _globals['_DESCRIBETARGETREQUEST']._serialized_start=1915
+  _globals['_DESCRIBETARGETREQUEST']._serialized_end=1938
+  _globals['_DESCRIBETARGETRESPONSE']._serialized_start=1941
+  _globals['_DESCRIBETARGETRESPONSE']._serialized_end=2322
+  _globals['_VERIFIERSERVICE']._serialized_start=2325
+  _globals['_VERIFIERSERVICE']._serialized_end=2588
 # @@protoc_insertion_point(module_scope)

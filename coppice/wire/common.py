@@ -116,14 +116,11 @@ class Features:
 @carried_by(common.Rejection)
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """What the target said where the walk left the tree (SpecBlock, section 3.4)."""
+    """Where the walk left the tree, and the token that the target chose there (SpecBlock, section 3.4)."""
 
     position: Position
     parent: Node
     target_id: TokenId
-    top_ids: Annotated[Ids, Length(0, limits.MAX_TOP_N)]
-    top_log_probs: Annotated[LogProbs, AsLongAs("top_ids")]
-    tail: Annotated[float, Within(0, 1 + limits.LOG_PROB_TOLERANCE)]
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:

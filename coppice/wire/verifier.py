@@ -28,7 +28,6 @@ from coppice.wire.common import (
     Node,
     PlainName,
     Position,
-    Rejection,
     Row,
     Salt,
     Sampling,
@@ -82,7 +81,6 @@ class OpenSession:
     stop_ids: Annotated[frozenset[int], Length(0, limits.MAX_STOP_IDS)]
     max_len: int
     feature_layers: Annotated[tuple[int, ...], Length(0, limits.MAX_FEATURE_LAYERS)] = ()
-    rejection_top_n: Annotated[int, Within(0, limits.MAX_TOP_N)] = 0
     want_log_probs: bool = False
     prompt_tokens: int = 0
     top_log_probs: Annotated[int, Within(0, limits.MAX_TOP_LOG_PROBS)] = 0
@@ -137,7 +135,6 @@ class Verdict:
     next: NextRoot | None
     timings: VerifyTimings
     verified: Annotated[tuple[Node, ...], NODES] = ()
-    rejection: Rejection | None = None
     log_probs: Annotated[tuple[LogProb, ...], NODES] = ()
     pruned: bool = False
     budget_hint: Node | None = None
@@ -289,13 +286,11 @@ def _require(**fields: bool) -> None:
 
 def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:
     """The session to follow, to its message."""
-    return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref), follow=True)
+    return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref))
 
 
 def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
     """Message to the session to follow. Raises InvalidField."""
-    if not message.follow:
-        raise InvalidField("follow", "is not set: features come with what a session commits")
     return _REF.read(message.ref, "ref.")
 
 

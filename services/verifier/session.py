@@ -32,7 +32,7 @@ from coppice.speculation.sampling import (
 )
 from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.tree import DraftTree, TreeError, prune
-from coppice.wire.common import Features, Fence, Rejection, Row, TopLogProbs, committed_hash
+from coppice.wire.common import Features, Fence, Row, TopLogProbs, committed_hash
 from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
 from .features import Committed, FeatureWindow, Feed, Window, columns
@@ -266,7 +266,6 @@ class Session:
         job, outcome, features = rows.job, rows.walk, rows.features
         tree, path, kept = job.tree, outcome.path, rows.text
         ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
-        rejection = self._rejection(step.tree, job.verified, outcome, rows)
         self.step = step.fence.step
         self.commit(ids, features)
         last = self.committed_len + 1 >= self.request.max_len  # the root is
@@ -283,28 +282,11 @@ class Session:
             next=root,
             timings=VerifyTimings(),
             verified=job.verified,
-            rejection=rejection,
             log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
             pruned=len(tree) < len(step.tree),
             budget_hint=hint,
             top=rows.tops(kept if root else kept[:-1], self.request.top_log_probs),
         )
-
-    def _rejection(
-        self, tree: DraftTree, verified: tuple[int, ...], outcome: Walk, rows: TargetRows
-    ) -> Rejection | None:
-        """Where the walk ended above nodes of the sender's tree, verified or not; None after a full accept.
-
-        Source: SpecBlock, section 3.4. A node that was left out may have held the drawn token: the sender sees.
-        """
-        end = outcome.path[-1] if outcome.path else 0
-        parent = verified[end - 1] if end and verified else end
-        if outcome.drawn is None or parent not in tree.parents:
-            return None
-        top_n = self.request.rejection_top_n
-        ids, log_probs = rows.best(end, top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32))
-        tail = max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
-        return Rejection(self.committed_len + len(outcome.path) + 1, parent, outcome.drawn, ids, log_probs, tail)
 
 
 @dataclass

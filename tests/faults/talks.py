@@ -66,7 +66,6 @@ def verifying(random: Random, name: str) -> Talk:
                 stop_ids=frozenset(random.choice(((), (0,), (0, 7, 2**32 - 1)))),
                 max_len=len(committed) + random.choice((1, 3, 40)),
                 feature_layers=random.choice(((), LAYERS, (5,))),
-                rejection_top_n=random.choice((0, 8)),
                 want_log_probs=random.random() < 0.3,
             )
         ),
@@ -116,8 +115,7 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
             committed += ids
             missed = None
             if opening.want_misses and ids:
-                top = np.array(_ids(random), np.int64)
-                missed = Rejection(len(committed), 0, root, top, -np.arange(len(top), dtype=np.float32) - 1, 0.1)
+                missed = Rejection(len(committed), 0, root)
             fence = Fence(number, len(committed), committed_hash(committed))
             step = DraftStep(fence, root, random.choice((0, 1, 8, 31, 64)), Advance(list(ids), None, missed))
             yield draft_request_to_wire(step), True

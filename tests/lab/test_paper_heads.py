@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,7 +213,7 @@ def test_a_head_that_no_adapter_trains_says_of_no_miss(kind: str, target: Path, 
     text = Text.random(20, 1)
     opened(head, 0, text, 9, misses=True)
     assert drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])[0]
-    rejection = Rejection(10, 0, text.ids[10], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    rejection = Rejection(10, 0, text.ids[10])
     assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection)) is None
 
 

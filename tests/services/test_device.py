@@ -216,7 +216,7 @@ def twice(rng: random.Random, good: Sequence[int], nodes: int) -> DraftTree:
 OPTIONS = {
     "plain": {},
     "no features": {"feature_layers": ()},
-    "log probs": {"want_log_probs": True, "top_log_probs": 3, "rejection_top_n": 4},
+    "log probs": {"want_log_probs": True, "top_log_probs": 3},
     "stops": {"stop_ids": frozenset(range(0, VOCAB, 7))},
     "short": {"limit": 9},
 }
@@ -251,7 +251,6 @@ async def test_verdicts_and_texts_are_those_of_the_cpu(target: Path, option: str
                 accepted += len(on_cpu.accepted)
                 assert on_device.accepted == on_cpu.accepted
                 assert on_device.log_probs == pytest.approx(on_cpu.log_probs, abs=1e-4)
-                assert (on_device.rejection is None) == (on_cpu.rejection is None)
             assert [text.ids for text in both[1]] == [text.ids for text in both[0]]
             assert [text.root for text in both[1]] == [text.root for text in both[0]]
         for on_cpu, on_device in zip(*both, strict=True):

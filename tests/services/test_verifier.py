@@ -301,8 +301,6 @@ async def test_nodes_that_promise_nothing_are_not_verified_and_the_next_budget_i
         for made in range(3):
             verdict = await client.verify(hopeless(good[made + 1 : made + 9]), whole_tree=False)
             assert (verdict.pruned, verdict.verified, verdict.accepted) == (True, (), ())
-            assert verdict.rejection is not None  # the sender looks whether it had drafted the token after all
-            assert (verdict.rejection.parent, verdict.rejection.target_id) == (0, good[made + 1])
             assert verdict.timings.rows == 1
             assert verdict.timings.plain_ns == verdict.timings.forward_ns
         certain = DraftTree.chain(good[4:6], [0.0, -800.0])
@@ -354,7 +352,7 @@ async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: S
         await stopping.open()
         verdict = await stopping.verify(chain)
         first = good.index(good[2], 1)
-        assert (len(verdict.accepted), verdict.next, verdict.rejection) == (first, None, None)
+        assert (len(verdict.accepted), verdict.next) == (first, None)
         ending = Client(stub, "length", max_len=len(IDS) + 4)
         await ending.open()
         verdict = await ending.verify(chain)
@@ -364,7 +362,7 @@ async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: S
 async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> None:
     good = continuation(model, IDS, 4)
     async with connected(verifier) as stub:
-        client = Client(stub, "logs", want_log_probs=True, top_log_probs=2, rejection_top_n=4)
+        client = Client(stub, "logs", want_log_probs=True, top_log_probs=2)
         opened = await client.open()
         log_softmax = [last_row(model, [*IDS, *good[:made]]).log_softmax(-1) for made in range(4)]
         assert opened.next.row is not None
@@ -373,7 +371,6 @@ async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> N
         assert verdict.accepted == (1, 2)
         expected = [float(log_softmax[made][good[made]]) for made in (1, 2)]
         assert verdict.log_probs == pytest.approx(expected, abs=1e-4)
-        assert verdict.rejection is None
         assert [int(best.ids[0]) for best in verdict.top] == good[1:4]
         assert [float(best.log_probs[0]) for best in verdict.top[:2]] == list(verdict.log_probs)
 
@@ -525,31 +522,6 @@ async def test_a_fetch_begins_at_the_first_position_still_held_and_what_is_gone_
             await fetch(stub, replace(ref, start=end - 15))
         with pytest.raises(NotFound, match="nobody"):
             await fetch(stub, replace(ref, session="nobody"))
-
-
-# Rejections.
-
-
-async def test_rejection_lists_are_the_targets_raw_distribution(verifier: Service, model: Any) -> None:
-    good = continuation(model, IDS, 4)
-    wrong = (good[3] + 1) % VOCAB
-    tokens, parents = [wrong, good[1], good[2], wrong], [0, 0, 2, 3]
-    tree = DraftTree(np.array(tokens), np.array(parents), np.array([-1.0, -1.0, -2.0, -3.0], np.float32))
-    async with connected(verifier) as stub:
-        client, silent = Client(stub, "top", rejection_top_n=8), Client(stub, "silent")
-        await client.open()
-        await silent.open()
-        verdict, bare = await client.verify(tree), await silent.verify(tree)
-    assert verdict.accepted == (2, 3)
-    told = verdict.rejection
-    assert told is not None
-    assert (told.position, told.parent, told.target_id) == (len(IDS) + 3, 3, good[3])
-    top = last_row(model, [*IDS, *good[:3]]).log_softmax(-1).topk(8)
-    assert told.top_ids.tolist() == top.indices.tolist()
-    assert told.top_log_probs == pytest.approx(top.values.numpy(), abs=1e-4)
-    assert told.tail == pytest.approx(1 - float(top.values.double().exp().sum()), abs=1e-4)
-    assert bare.rejection is not None
-    assert (bare.rejection.target_id, len(bare.rejection.top_ids), bare.rejection.tail) == (good[3], 0, 1.0)
 
 
 # Bad input.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from coppice.heads.base import DraftJob
@@ -32,7 +31,7 @@ Head = FeatureHead
 
 
 def rejection(position: int, token: int) -> Rejection:
-    return Rejection(position, 0, token, np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    return Rejection(position, 0, token)
 
 
 def slow_miss(slow: Slow, path: tuple[int, ...], token: int) -> float:
