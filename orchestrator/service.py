@@ -270,7 +270,7 @@ class GenerationServicer:
             raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
         budget = settings.budget if request.budget is None else request.budget
         named = request.budget is not None and policy.name != "auto"
-        whole = named or request.pq or policy.name == "merge-full"
+        whole = named or request.pq
         return replace(request, budget=budget, max_new_tokens=new, whole_tree=whole), policy
 
     async def DescribeModel(

@@ -32,7 +32,7 @@ def main() -> None:
             page.locator("#model:not(:empty)").wait_for()
             for name, value in {"prompt": CODE, **SAMPLED}.items():
                 page.locator(f"#ask [name={name}]").fill(value)
-            page.locator("#ask [name=policy]").select_option("merge-dedup")
+            page.locator("#ask [name=policy]").select_option("merge")
             page.get_by_role("button", name="Generate").click()
             until(page, "shown.finished")
             best = "shown.steps.reduce((best, step, at) => (step.taken > shown.steps[best].taken ? at : best), 0)"

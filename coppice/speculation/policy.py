@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coppice.errors import InvalidField
-from coppice.limits import MAX_TREE_NODES
 from coppice.machine import extension, extensions
-from coppice.speculation.tree import DraftTree, dedup, prune, union
+from coppice.speculation.tree import DraftTree, prune, union
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
-Rule = Literal["mean", "sum"]
 
-POLICIES = ("plain", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")  # and single:HEAD
+POLICIES = ("plain", "route", "merge", "auto")  # and single:HEAD
 ADDED = "coppice.policies"
 """the entry points under which packages add policies: a Chooser each"""
 NO_HEAD = -1
@@ -87,7 +84,7 @@ class Policy:
         return cls.parse(f"single:{heads[0]}" if heads else "plain", heads)
 
     def choose(self, trees: Sequence[DraftTree], budget: int) -> Choice:
-        """Route to one head's tree or merge them all, within `budget` nodes (merge-full: within MAX_TREE_NODES).
+        """Route to one head's tree or merge them all, within `budget` nodes.
 
         trees: one a head, with calibrated scores, so that heads can be compared; empty where a head has none.
         """
@@ -95,39 +92,24 @@ class Policy:
             return Choice(DraftTree.empty(), NO_HEAD)
         if self.chooser is not None:
             return self.chooser(trees, budget)
-        if self.name.startswith("merge"):
-            return Choice(self._merge(trees, budget), UNION)
+        if self.name == "merge":
+            return Choice(prune(union(trees), budget)[0], UNION)
         cut = [prune(tree, budget)[0] for tree in trees]
-        at = route(cut, "sum" if self.name == "route-sum" else "mean") if len(cut) > 1 else 0
+        at = route(cut)
         return Choice(cut[at], at)
-
-    def _merge(self, trees: Sequence[DraftTree], budget: int) -> DraftTree:
-        merged, owners = union(trees)
-        if self.name == "merge-dedup":
-            merged, _, _ = dedup(merged, owners)
-        return prune(merged, MAX_TREE_NODES if self.name == "merge-full" else budget)[0]
 
 
 def mean_confidence(tree: DraftTree) -> float:
     """mu_h, the mean of c_i = exp(s_i) over the nodes (Dual-Draft Routing, section 5); 0 for an empty tree."""
-    return sum_confidence(tree) / max(1, len(tree))
+    return float(np.exp(tree.log_probs, dtype=np.float64).sum()) / max(1, len(tree))
 
 
-def sum_confidence(tree: DraftTree) -> float:
-    """The sum of c_i: the expected number of accepted drafts if the drafter is calibrated; 0 for an empty tree.
+def route(trees: Sequence[DraftTree]) -> int:
+    """Index of the tree with the best mean of confidences; ties go to the first. Raises ValueError without trees.
 
-    Unlike the mean it does not fall when a tree grows, so a small confident tree does not beat a larger one that
-    holds it.
+    Calibrate the trees before: heads are as confident as they were trained to be.
     """
-    return float(np.exp(tree.log_probs, dtype=np.float64).sum())
-
-
-def route(trees: Sequence[DraftTree], rule: Rule = "mean") -> int:
-    """Index of the tree to verify, the argmax of the heads' scores; ties go to the first. Raises ValueError without
-    trees. Calibrate the trees before: heads are as confident as they were trained to be.
-    """
-    score = mean_confidence if rule == "mean" else sum_confidence
-    return int(np.argmax([score(tree) for tree in trees]))
+    return int(np.argmax([mean_confidence(tree) for tree in trees]))
 
 
 def _reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:

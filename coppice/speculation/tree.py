@@ -15,9 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 from coppice.limits import LOG_PROB_TOLERANCE
 
 IntArray = NDArray[np.int64]
-Owners = NDArray[np.uint64]
-
-MAX_HEADS = 64  # an owner set is one uint64
 
 
 class TreeError(ValueError):
@@ -134,47 +131,39 @@ def extend(tree: DraftTree, tokens: ArrayLike, parents: ArrayLike, log_probs: Ar
     )
 
 
-def union(trees: Sequence[DraftTree]) -> tuple[DraftTree, Owners]:
-    """Splice the heads' trees under one root and say who proposed each node.
+def union(trees: Sequence[DraftTree]) -> DraftTree:
+    """Splice the heads' trees under one root.
 
     The first head keeps its numbers; every later one is shifted by the nodes before it, phi(i) = n_1 + ... + i, and
-    phi(0) = 0 (Merged-Tree Dual Drafting, section 4.1). Owners are (n,) sets of heads as bits: bit h is head h.
-    Raises ValueError above 64 heads.
+    phi(0) = 0 (Merged-Tree Dual Drafting, section 4.1).
     """
-    if len(trees) > MAX_HEADS:
-        raise ValueError(f"at most {MAX_HEADS} heads can be merged, not {len(trees)}")
     if not trees:
-        return DraftTree.empty(), np.empty(0, np.uint64)
+        return DraftTree.empty()
     sizes = [len(tree) for tree in trees]
     shifts = np.repeat(np.cumsum(sizes) - sizes, sizes)
     parents = np.concatenate([tree.parents for tree in trees])
-    merged = DraftTree(
+    return DraftTree(
         np.concatenate([tree.tokens for tree in trees]),
         np.where(parents > 0, parents + shifts, 0),
         np.concatenate([tree.log_probs for tree in trees]),
     )
-    return merged, np.repeat(np.uint64(1) << np.arange(len(trees), dtype=np.uint64), sizes)
 
 
-def dedup(tree: DraftTree, owners: Owners) -> tuple[DraftTree, Owners, IntArray]:
+def dedup(tree: DraftTree) -> DraftTree:
     """Make one node of all that spell the same path: the same candidates in fewer target rows.
 
-    A node keeps the largest of its log-scores (so that it never exceeds its parent's) and the owners of all. The third
-    value, (n + 1,), is the new number of each old node.
+    A node keeps the largest of its log-scores, so that it never exceeds its parent's.
     """
     seen: dict[tuple[int, int], int] = {}
-    new_numbers = [0]
+    numbers = [0]
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        new_numbers.append(seen.setdefault((new_numbers[parent], token), len(seen) + 1))
-    numbers = np.array(new_numbers, np.int64)
+        numbers.append(seen.setdefault((numbers[parent], token), len(seen) + 1))
     if len(seen) == len(tree):
-        return tree, owners, numbers
+        return tree
     log_probs = np.full(len(seen), -np.inf, np.float32)
-    np.maximum.at(log_probs, numbers[1:] - 1, tree.log_probs)
-    merged_owners = np.zeros(len(seen), np.uint64)
-    np.bitwise_or.at(merged_owners, numbers[1:] - 1, owners)
+    np.maximum.at(log_probs, np.array(numbers[1:]) - 1, tree.log_probs)
     keys = np.array(list(seen), np.int64)  # (m, 2) parent, token in order of first appearance
-    return DraftTree(keys[:, 1], keys[:, 0], log_probs), merged_owners, numbers
+    return DraftTree(keys[:, 1], keys[:, 0], log_probs)
 
 
 def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:

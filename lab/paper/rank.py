@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
@@ -77,8 +76,7 @@ def _drafted(head: Head, job: DraftJob) -> DraftTree:
     for growths in head.draft([job]):
         for growth in growths:
             tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
-    merged, _, _ = dedup(tree, np.zeros(len(tree), np.uint64))
-    return prune(merged, job.budget)[0]
+    return prune(dedup(tree), job.budget)[0]
 
 
 def _followed(tree: DraftTree, following: Sequence[int]) -> int:

@@ -192,7 +192,7 @@ def generating(random: Random, name: str) -> Talk:
         sampling=_sampling(random),
         max_new_tokens=random.randint(2, 4),
         stop=random.choice(((), (), ("the", "é"))),
-        policy=random.choice(("", "", "", "plain", "plain", "single:lm", "route", "merge", "merge-dedup", "auto")),
+        policy=random.choice(("", "", "", "plain", "plain", "single:lm", "route", "merge", "auto")),
         budget=random.choice((None, 0, 4, 31)),
         ignore_eos=random.random() < 0.5,
         want_log_probs=random.random() < 0.2,

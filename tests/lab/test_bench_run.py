@@ -45,7 +45,7 @@ def test_methods_are_policies_heads_and_peers() -> None:
     ("method", "heads", "sessions", "why"),
     [
         ("route", HEADS[:1], 1, "route needs at least two heads, there are 1"),
-        ("merge-full", HEADS[:1], 1, "at least two heads"),
+        ("merge", HEADS[:1], 1, "at least two heads"),
         (HF_ASSISTED, HEADS[:3], 1, "needs a head of kind lm"),
         (HF_GENERATE, HEADS, 2, "one prompt at a time"),
         ("best", HEADS, 1, "'best' is not one of"),

@@ -157,7 +157,7 @@ def test_the_text_and_every_token_are_those_of_the_stream_and_of_plain_decoding(
 
 
 def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
-    events = generate(page, policy="merge-dedup")
+    events = generate(page, policy="merge")
     heads = events[0]["started"]["heads"]
     trees = [event["chunk"]["tree"] for event in events if "chunk" in event and event["chunk"]["tree"]]
     number = max(range(len(trees)), key=lambda at: len(trees[at]["accepted"]))
@@ -211,7 +211,7 @@ def test_what_lost_the_routing_is_drawn_on_demand(page: Page) -> None:
     expect(page.locator("#node")).to_contain_text(heads[other["routed"]])
     page.locator("#whose").select_option("what was verified")
     expect(page.locator("#tree .score")).to_have_count(len(chunks[number]["tree"]["tokens"]))
-    generate(page, policy="merge-dedup")
+    generate(page, policy="merge")
     expect(page.locator("#whose")).to_be_hidden()
 
 

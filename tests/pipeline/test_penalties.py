@@ -26,7 +26,7 @@ from tests.tiny import make_target
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(4 + 13 * n)) for n in range(3)]
 NEW = 32
 BUDGETS = (0, 1, 8, 31, 60)
-POLICIES = ("plain", "single:self", "single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
+POLICIES = ("plain", "single:self", "single:lookup", "route", "merge", "auto")
 BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
 ALL = SamplingParams(
     temperature=0.8,

@@ -22,7 +22,7 @@ from tests.pipeline.conftest import VOCAB, described
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
 NEW = 40
-POLICIES = ("plain", "single:self", "single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
+POLICIES = ("plain", "single:self", "single:lookup", "route", "merge", "auto")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

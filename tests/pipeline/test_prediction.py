@@ -17,7 +17,7 @@ from tests.pipeline.conftest import VOCAB
 from tests.reference import EDITS, edited
 
 PROMPTS = [tuple(random.Random(n).randrange(1, VOCAB) for _ in range(6 + 9 * n)) for n in range(3)]
-POLICIES = ("single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
+POLICIES = ("single:lookup", "route", "merge", "auto")
 NEW = 96
 TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "seed": 5}
 

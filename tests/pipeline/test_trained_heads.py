@@ -13,7 +13,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 
 NAMES = ("dspark-code", "specblock-code", "eagle3-code")
-POLICIES = ("single:dspark-code", "single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")
+POLICIES = ("single:dspark-code", "single:specblock-code", "single:eagle3-code", "route", "merge")
 PROMPTS = [prompt.prompt for prompt in demo_prompts() if prompt.category in ("code", "maths")][::13]
 NEW = 24
 

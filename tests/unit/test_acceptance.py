@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from coppice.speculation.sampling import TOKEN_STREAM, Row, SamplingParams, decode_row, draw
-from coppice.speculation.tree import DraftTree, TreeError, dedup, prune, union
+from coppice.speculation.tree import DraftTree, TreeError, prune, union
 from services.verifier.session import Walk, pq_draws, walk
 from tests.reference import (
     EFFORT,
@@ -46,7 +46,7 @@ def committed(tree: DraftTree, outcome: Walk) -> Text:
 
 
 def merged(*trees: DraftTree) -> DraftTree:
-    return union(trees)[0]
+    return union(trees)
 
 
 def counted(token_at: dict[int, int]) -> tuple[Callable[[int], int], list[int]]:
@@ -135,8 +135,6 @@ def drafted_by(policy: str, rng: np.random.Generator) -> DraftTree:
             return DraftTree.chain(rng.integers(0, VOCAB, 5), -np.arange(5.0))
         case "merge":
             return merged(first, second)
-        case "merge-dedup":
-            return dedup(*union([first, second]))[0]
         case "pruned":
             return prune(merged(first, second), 8)[0]
         case "late" if rng.random() < 0.5:
@@ -145,7 +143,7 @@ def drafted_by(policy: str, rng: np.random.Generator) -> DraftTree:
 
 
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=["greedy", "T1", "nucleus", "top-k"])
-@pytest.mark.parametrize("policy", ["chain", "tree", "merge", "merge-dedup", "pruned", "late"])
+@pytest.mark.parametrize("policy", ["chain", "tree", "merge", "pruned", "late"])
 def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: str) -> None:
     rng = np.random.default_rng(6)
     accepted = 0

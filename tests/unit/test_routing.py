@@ -12,7 +12,6 @@ from coppice.speculation.policy import (
     outcomes,
     route,
     step_log_probs,
-    sum_confidence,
 )
 from coppice.speculation.tree import DraftTree
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
@@ -126,37 +125,18 @@ def test_calibration_lets_an_honest_head_beat_a_boastful_one() -> None:
     live(honest, 1.0, 0.0, seed=4)
     live(boastful, 1.0, -2.5, seed=5)
     trees = [DraftTree.chain([1, 2], np.log([0.6, 0.36])), DraftTree.chain([3, 4], np.log([0.8, 0.64]))]
-    for rule in ("mean", "sum"):
-        assert route(trees, rule) == 1
-        assert route([one.of(tree) for one, tree in zip((honest, boastful), trees, strict=True)], rule) == 0
+    assert route(trees) == 1
+    assert route([one.of(tree) for one, tree in zip((honest, boastful), trees, strict=True)]) == 0
 
 
-def test_scores_are_the_mean_and_the_sum_of_confidences() -> None:
-    tree = DraftTree.chain([1, 2, 3], np.log([0.5, 0.25, 0.125]))
-    assert mean_confidence(tree) == pytest.approx((0.5 + 0.25 + 0.125) / 3)
-    assert sum_confidence(tree) == pytest.approx(0.875)
-
-
-def test_an_empty_tree_scores_0_and_loses_to_any_other() -> None:
-    empty, tree = DraftTree.empty(), DraftTree.chain([1], [-20.0])
-    assert mean_confidence(empty) == sum_confidence(empty) == 0
-    assert route([empty, tree]) == route([empty, tree], "sum") == 1
-
-
-def test_ties_go_to_the_first_head() -> None:
-    tree = DraftTree.chain([1], [-1.0])
-    assert route([DraftTree.empty(), tree, tree]) == 1
-    assert route([DraftTree.empty(), DraftTree.empty()]) == 0
-
-
-def test_the_mean_prefers_a_small_confident_tree_and_the_sum_the_larger_one_that_holds_it() -> None:
-    small = make_tree([(1, 0, np.log(0.9))])
-    large = make_tree([(1, 0, np.log(0.9)), (2, 1, np.log(0.5)), (3, 1, np.log(0.3))])
-    assert route([small, large], "mean") == 0
-    assert route([small, large], "sum") == 1
-
-
-def test_routing_nothing_is_refused() -> None:
+def test_the_tree_of_the_best_mean_of_confidences_is_routed_to_and_an_empty_one_never() -> None:
+    empty, small = DraftTree.empty(), make_tree([(1, 0, np.log(0.9))])
+    large = make_tree([(1, 0, np.log(0.9)), (2, 1, np.log(0.5)), (3, 1, np.log(0.25))])
+    assert mean_confidence(large) == pytest.approx((0.9 + 0.5 + 0.25) / 3)
+    assert mean_confidence(empty) == 0
+    assert route([large, small]) == 1
+    assert route([empty, DraftTree.chain([1], [-20.0])]) == 1
+    assert route([empty, small, small]) == 1  # the first of equals
     with pytest.raises(ValueError, match="empty"):
         route([])
 
