@@ -1,34 +1,42 @@
-"""The choices of an HTTP request, decoded side by side."""
+"""The choices of an HTTP request, decoded side by side, and streamed as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from typing import TypeVar
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
+from starlette.responses import Response
 
 from coppice.client.completion import StreamEvent
 from coppice.errors import Cancelled, DeadlineExceeded, Unavailable
 from coppice.rpc.access import Access
 from coppice.wire.generation import GenerationRequest, request_to_wire
 
-from .served import Served
+from ..service import GenerationServicer
+from . import errors
 
 T = TypeVar("T")
+Json = dict[str, Any]
+SendStream = MemoryObjectSendStream[tuple[int, StreamEvent]]
 Events = AsyncGenerator[tuple[int, StreamEvent], None]
 """of all choices of a request, each with its choice's index"""
 
+_PING_S = 15  # between two signs of life in a stream
 _EVENT_BYTES, _TOKEN_BYTES, _NODE_BYTES = 256, 32, 128  # of an event that waits to be read, about
 
 
 class Answering:
     """Has a service decode choices, and ends them when the server stops."""
 
-    def __init__(self, served: Served, access: Access) -> None:
-        self._served, self._access = served, access
+    def __init__(self, service: GenerationServicer, access: Access) -> None:
+        self._service, self._access = service, access
         self._running: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
@@ -42,31 +50,9 @@ class Answering:
         headers: the HTTP request's, whose client has one place since the door and takes one more for each other choice.
         """
         send, receive = anyio.create_memory_object_stream[tuple[int, StreamEvent]]()
-        call_s = self._served.settings.limits.call_s
-
-        async def one(index: int, request: GenerationRequest) -> None:
-            answer = self._served.answer(request_to_wire(request), lambda event: event, _size)
-            async with contextlib.aclosing(answer) as events:
-                async for event in events:
-                    await send.send((index, event))
-
-        async def every() -> None:
-            try:
-                async with send, asyncio.timeout(call_s), contextlib.AsyncExitStack() as places:
-                    for _ in requests[1:]:
-                        await places.enter_async_context(self._access.client(headers.items(), counted=True))
-                    group = await places.enter_async_context(asyncio.TaskGroup())
-                    for index, request in enumerate(requests):
-                        group.create_task(one(index, request))
-            except TimeoutError:
-                raise DeadlineExceeded(f"a call ends after {call_s:g} s") from None
-            except ExceptionGroup as several:
-                raise several.exceptions[0] from None
-
-        running = asyncio.create_task(every())
+        running = asyncio.create_task(self._decode_all(requests, headers, send))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
-        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, whoever left
         try:
             async for event in receive:
                 yield event
@@ -76,7 +62,31 @@ class Answering:
             running.result()
         finally:
             running.cancel()
-            running.add_done_callback(lambda _: receive.close())  # not before: choices that still send would fail
+            await asyncio.gather(running, return_exceptions=True)
+            receive.close()
+
+    async def _decode_all(
+        self, requests: Sequence[GenerationRequest], headers: Mapping[str, str], send: SendStream
+    ) -> None:
+        """Send the events of all requests."""
+        call_s = self._service.settings.limits.call_s
+        try:
+            async with send, asyncio.timeout(call_s), contextlib.AsyncExitStack() as places:
+                for _ in requests[1:]:
+                    await places.enter_async_context(self._access.client(headers.items(), counted=True))
+                group = await places.enter_async_context(asyncio.TaskGroup())
+                for index, request in enumerate(requests):
+                    group.create_task(self._decode(index, request, send))
+        except TimeoutError:
+            raise DeadlineExceeded(f"a call ends after {call_s:g} s") from None
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _decode(self, index: int, request: GenerationRequest, send: SendStream) -> None:
+        answer = self._service.answer(request_to_wire(request), lambda event: event, _size)
+        async with contextlib.aclosing(answer):
+            async for event in answer:
+                await send.send((index, event))
 
 
 def _size(event: StreamEvent) -> int:
@@ -87,7 +97,7 @@ def _size(event: StreamEvent) -> int:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What comes of some work. It ends when the client leaves."""
+    """The result of some work, which ends when the client leaves."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -103,3 +113,20 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         leaving.cancel()
         working.cancel()
         await asyncio.wait((working, leaving))
+
+
+async def streamed(request: Request, parts: AsyncGenerator[Json, None], idle_s: float) -> Response:
+    """Stream parts, and [DONE] behind them. An error before the first part is raised, a later one is a part."""
+    first = await unless_gone(request, anext(parts))
+    return EventSourceResponse(_data(first, parts), sep="\n", ping=_PING_S, send_timeout=idle_s)
+
+
+async def _data(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[dict[str, str]]:
+    async with contextlib.aclosing(parts):
+        yield {"data": json.dumps(first)}
+        try:
+            async for part in parts:
+                yield {"data": json.dumps(part)}
+        except Exception as error:
+            yield {"data": json.dumps(errors.describe(error)[1])}
+    yield {"data": "[DONE]"}

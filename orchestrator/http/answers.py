@@ -8,17 +8,16 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
 
+from ..service import GenerationServicer
+from ..text import TokenBytes
+from .answering import Json
 from .bodies import ChatBody, CompletionBody
-from .served import Served, TokenBytes
-
-Json = dict[str, Any]
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 LEAST_LOG_PROB = -9999.0
@@ -37,60 +36,6 @@ class Scored(NamedTuple):
     top: list[tuple[bytes, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What completions and chat completions call things."""
-
-    chat: bool
-
-    @property
-    def prefix(self) -> str:
-        """What ids begin with."""
-        return "chatcmpl-" if self.chat else "cmpl-"
-
-    def kind(self, part: bool) -> str:
-        """The `object` of an answer, or of a part of one."""
-        if not self.chat:
-            return "text_completion"
-        return "chat.completion.chunk" if part else "chat.completion"
-
-    def choice(self, index: int, text: str, log_probs: Json | None, reason: str | None, part: bool) -> Json:
-        """A choice, whole or a part of it."""
-        said: Json = {"text": text}
-        if self.chat:
-            said = {"delta": {"content": text}} if part else {"message": {"role": "assistant", "content": text}}
-        return {"index": index, **said, "logprobs": log_probs, "finish_reason": reason}
-
-    def log_probs(self, tokens: Sequence[Scored]) -> Json:
-        """The log-probabilities of tokens."""
-        if self.chat:
-            content = [
-                {**_entry(token.spelled, token.log_prob), "top_logprobs": [_entry(*best) for best in token.top]}
-                for token in tokens
-            ]
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [_printed(token.spelled) for token in tokens],
-            "token_logprobs": [token.log_prob for token in tokens],
-            "top_logprobs": [
-                {_printed(best): value for best, value in reversed(token.top)} or None for token in tokens
-            ],
-            "text_offset": [token.offset for token in tokens],
-        }
-
-
-def _entry(spelled: bytes, log_prob: float | None) -> Json:
-    return {"token": _printed(spelled), "logprob": log_prob, "bytes": list(spelled)}
-
-
-def _printed(spelled: bytes) -> str:
-    """A token as text. One that is no whole characters is spelled out, and so differs from others."""
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
 class Choice:
     """One answer as its events come in."""
 
@@ -105,7 +50,7 @@ class Choice:
         self._offset = 0
 
     def add(self, event: StreamEvent) -> list[Scored]:
-        """Take in an event; returns what its tokens' log-probabilities are, when they are wanted."""
+        """Take in an event; returns its tokens with their log-probabilities, when these were asked for."""
         self.folded.add(event)
         if isinstance(event, Started) and event.prompt_ids:
             text = self._prompt if isinstance(self._prompt, str) else None
@@ -117,18 +62,18 @@ class Choice:
             return self.prompt
         if isinstance(event, Chunk) and event.log_probs:
             spelled = [b"" if token in self._ends else self._bytes.of(token) for token in event.ids]
-            new = self._scored(spelled, event.log_probs, event.top)
-            self.tokens += new
-            return new
+            scored = self._scored(spelled, event.log_probs, event.top)
+            self.tokens += scored
+            return scored
         return []
 
     def _scored(
         self, spelled: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
     ) -> list[Scored]:
-        rows = itertools.islice(itertools.chain(top, itertools.repeat(None)), len(spelled))
+        rows = itertools.chain(top, itertools.repeat(None))
         return [
             Scored(added, self._place(added), None if value is None else _finite(value), self._best(row))
-            for added, value, row in zip(spelled, log_probs, rows, strict=True)
+            for added, value, row in zip(spelled, log_probs, rows, strict=False)
         ]
 
     def _place(self, spelled: bytes) -> int:
@@ -151,14 +96,17 @@ def _finite(log_prob: float) -> float:
 class Answer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
-    def __init__(self, served: Served, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, service: GenerationServicer, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]
+    ) -> None:
         """requests: the body's, one a choice."""
-        self.shape, self._body = Shape(isinstance(body, ChatBody)), body
+        self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._only_prompt = body.echoes and body.max_tokens == 0
-        ends, model = () if body.ignore_eos else served.target.eos_ids, served.target.name
+        ends, model = () if body.ignore_eos else service.target.eos_ids, service.target.name
         prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
-        self.choices = [Choice(prompt, served.token_bytes, ends) for prompt in prompts]
-        self._head: Json = {"id": self.shape.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self.choices = [Choice(prompt, service.token_bytes, ends) for prompt in prompts]
+        number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
+        self._head: Json = {"id": number, "created": int(time.time()), "model": model}
 
     def add(self, index: int, event: StreamEvent) -> list[Scored]:
         """Take in an event of a choice."""
@@ -172,66 +120,97 @@ class Answer:
             text, tokens, reason = answer.text, choice.tokens, REASONS[answer.finish_reason]
             if self._only_prompt:
                 text, tokens, reason = "", [], "length"
-            log_probs = self.shape.log_probs([*choice.prompt, *tokens]) if self._body.scored else None
-            choices.append(self.shape.choice(index, choice.echo + text, log_probs, reason, part=False))
-        head = {"object": self.shape.kind(part=False), **self._head, "choices": choices}
-        return {**head, "usage": self._usage(answers), **self._ours(answers)}
+            text, log_probs = choice.echo + text, self._log_probs([*choice.prompt, *tokens])
+            said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": log_probs, "finish_reason": reason})
+        head = {"object": "chat.completion" if self._is_chat else "text_completion", **self._head, "choices": choices}
+        return {**head, "usage": self._usage(answers), **self._coppice(answers)}
 
     def parts(self, index: int, event: StreamEvent) -> Iterator[Json]:
         """Take in an event of a choice, and make the parts of the stream that it is."""
-        choice, new = self.choices[index], self.add(index, event)
+        choice, scored = self.choices[index], self.add(index, event)
         null: Json = {"usage": None} if self._body.usage_in_stream else {}  # in every part but the last one
-        if isinstance(event, Started) and self.shape.chat:
-            opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield {**self._part([{**opened, "finish_reason": None}]), **null}
+        if isinstance(event, Started) and self._is_chat:
+            yield self._part([self._delta(index, {"role": "assistant", "content": ""})]) | null
         elif isinstance(event, Finished):
             reason = "length" if self._only_prompt else REASONS[event.finish_reason]
-            ended = self.shape.choice(index, "", None, reason, part=True)
-            if self.shape.chat:
-                ended["delta"] = {}
-            yield {**self._part([ended]), **self._ours([choice.folded.completion()]), **null}
+            ended = self._delta(index, {} if self._is_chat else "") | {"finish_reason": reason}
+            yield self._part([ended]) | self._coppice([choice.folded.completion()]) | null
         elif isinstance(event, Started) or not self._only_prompt:
             text = choice.echo if isinstance(event, Started) else event.text
-            log_probs = self.shape.log_probs(new) if self._body.scored else None
-            if text or new:
-                yield {**self._part([self.shape.choice(index, text, log_probs, None, part=True)]), **null}
+            if text or scored:
+                delta = self._delta(index, {"content": text} if self._is_chat else text)
+                yield self._part([delta | {"logprobs": self._log_probs(scored)}]) | null
 
     def last_parts(self) -> Iterator[Json]:
         """What comes behind all choices: of a stream that was asked for it the usage, with no choice."""
         if self._body.usage_in_stream:
             yield {**self._part([]), "usage": self._usage([choice.folded.completion() for choice in self.choices])}
 
-    def _part(self, choices: Sequence[Json]) -> Json:
-        return {"object": self.shape.kind(part=True), **self._head, "choices": list(choices)}
+    def _part(self, choices: list[Json]) -> Json:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {"object": kind, **self._head, "choices": choices}
+
+    def _delta(self, index: int, content: Json | str) -> Json:
+        """A part of a choice; of completions the content is text."""
+        said = {"delta" if self._is_chat else "text": content}
+        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+    def _log_probs(self, tokens: Sequence[Scored]) -> Json | None:
+        """The log-probabilities of tokens, when they were asked for."""
+        if not self._body.scored:
+            return None
+        if self._is_chat:
+            content = [
+                _entry(token.spelled, token.log_prob) | {"top_logprobs": [_entry(*best) for best in token.top]}
+                for token in tokens
+            ]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [_printed(token.spelled) for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [
+                {_printed(best): value for best, value in reversed(token.top)} or None for token in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
+        }
 
     def _usage(self, answers: Sequence[Completion]) -> Json:
         """OpenAI's count of tokens, in which a prompt counts once for all of its choices."""
-        prompt = sum(answer.prompt_tokens for answer in answers[:: self._body.n])
+        prompts = answers[:: self._body.n]
+        prompt = sum(answer.prompt_tokens for answer in prompts)
         new = 0 if self._only_prompt else sum(answer.new_tokens for answer in answers)
-        details = {
-            "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
-            "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
+                "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+            },
         }
-        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        cached = {"cached_tokens": sum(answer.cached_tokens for answer in answers[:: self._body.n])}
-        return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": details}
 
-    def _ours(self, answers: Sequence[Completion]) -> Json:
-        """What Coppice says of its steps; of several choices a list."""
-        told = [
-            {
-                "tau": answer.tau,
-                "policy": answer.policy,
-                "heads": list(answer.heads),
-                "accept_lengths": list(answer.accept_lengths),
-                "seed": answer.seed,
-            }
-            for answer in answers
-        ]
-        ours: Json = {"coppice": told[0] if len(told) == 1 else told}
+    def _coppice(self, answers: Sequence[Completion]) -> Json:
+        """Coppice's own fields about the steps; of several choices a list."""
+        names = ("tau", "policy", "heads", "accept_lengths", "seed")
+        figures = [{name: getattr(answer, name) for name in names} for answer in answers]
+        ours: Json = {"coppice": figures[0] if len(figures) == 1 else figures}
         if self._body.include_metrics:
             ours["metrics"] = {"speculative_decoding": speculative_decoding(answers)}
         return ours
+
+
+def _entry(spelled: bytes, log_prob: float | None) -> Json:
+    return {"token": _printed(spelled), "logprob": log_prob, "bytes": list(spelled)}
+
+
+def _printed(spelled: bytes) -> str:
+    """A token as text. One that is no whole characters is spelled out, and so differs from others."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:

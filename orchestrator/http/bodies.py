@@ -6,12 +6,12 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from coppice.client.request import MEANINGS, Options, Prompt, build_request
+from coppice.client.request import MEANINGS, Prompt, build_request
 from coppice.errors import InvalidField
 from coppice.limits import MAX_BIASES, MAX_CHAT_MESSAGES, MAX_CONTEXT, MAX_TOP_LOG_PROBS
 from coppice.speculation.sampling import SamplingParams
@@ -149,6 +149,11 @@ class Sampled(Body):
         return self
 
     @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return getattr(self, "logprobs", None) not in (None, False)
+
+    @property
     def usage_in_stream(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -158,30 +163,39 @@ class Sampled(Body):
         """Whether the answer begins with the prompt."""
         return getattr(self, "echo", False)
 
+    def _requests(self, prompts: Sequence[Prompt], most: int, **fields: Any) -> list[GenerationRequest]:
+        """The request of each choice, prompt by prompt, of `most` tokens; a seed is drawn when the body has none.
 
-def _options(body: Sampled, limit: str, most: int) -> Options:
-    """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
-    if body.min_tokens > most > 0:
-        raise InvalidField("min_tokens", f"{body.min_tokens} is more than {limit}, {most}")
-    options = cast(Options, {name: value for name, value in body if name in MEANINGS})
-    options["top_k"], options["max_new_tokens"] = max(0, body.top_k), most
-    if len(body.logit_bias) > MAX_BIASES:
-        raise InvalidField("logit_bias", f"has {len(body.logit_bias)} entries, allowed are {MAX_BIASES}")
-    for token, value in body.logit_bias.items():
+        fields: of GenerationRequest, that are no options of the SDK. Raises InvalidField.
+        """
+        if self.min_tokens > most > 0:
+            limit = self.name_of("max_new_tokens")
+            raise InvalidField("min_tokens", f"{self.min_tokens} is more than {limit}, {most}")
+        first = SamplingParams().with_seed().seed if self.seed == -1 else self.seed
+        options: Any = {name: value for name, value in self if name in MEANINGS} | {
+            "top_k": max(0, self.top_k),
+            "max_new_tokens": most,
+            "logit_bias": _read_bias(self.logit_bias),
+            "prediction": _joined(self.prediction.content) if self.prediction else "",
+            "log_probs": self.scored,
+            "seed": first + self.n - 1,  # the largest is checked
+        }
+        fields |= {"min_tokens": self.min_tokens}
+        requests = [replace(build_request(prompt, **options), **fields) for prompt in prompts]
+        return [
+            replace(request, sampling=request.sampling.model_copy(update={"seed": seed}))
+            for request in requests
+            for seed in range(first, first + self.n)
+        ]
+
+
+def _read_bias(bias: dict[str, Any]) -> dict[int, float]:
+    if len(bias) > MAX_BIASES:
+        raise InvalidField("logit_bias", f"has {len(bias)} entries, allowed are {MAX_BIASES}")
+    for token, value in bias.items():
         if not _TOKEN_ID.fullmatch(token) or type(value) not in (int, float):
             raise InvalidField("logit_bias", f"{token[:32]!r}: {str(value)[:32]} is not a token id with a number")
-    options["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
-    options["prediction"] = _joined(body.prediction.content) if body.prediction else ""
-    return options
-
-
-def _choices(body: Sampled, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
-    """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
-    first = SamplingParams().with_seed().seed if body.seed == -1 else body.seed
-    options["seed"] = first + body.n - 1  # the largest is checked
-    request = replace(build_request(prompt, **options), min_tokens=body.min_tokens, **told)
-    for seed in range(first, first + body.n):
-        yield replace(request, sampling=request.sampling.model_copy(update={"seed": seed}))
+    return {int(token): value for token, value in bias.items()}
 
 
 class CompletionBody(Sampled):
@@ -201,24 +215,16 @@ class CompletionBody(Sampled):
             raise InvalidField("max_tokens", "is 0 with echo alone")
         return self
 
-    @property
-    def scored(self) -> bool:
-        """Whether log-probabilities are wanted."""
-        return self.logprobs is not None
-
-    def prompts(self) -> list[str | list[int]]:
-        """Each of the prompts. Raises InvalidField when there is none."""
+    def requests(self) -> list[GenerationRequest]:
+        """The request of each choice, prompt by prompt. Raises InvalidField."""
         several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
         prompts: Any = self.prompt if several else [self.prompt]
         if not prompts or len(prompts) * self.n > MOST_CHOICES:
             raise InvalidField("prompt", f"with n = {self.n} there are 1 to {MOST_CHOICES // self.n} prompts a request")
-        return list(prompts)
-
-    def requests(self) -> list[GenerationRequest]:
-        """The request of each choice, prompt by prompt. Raises InvalidField."""
-        options: Options = {**_options(self, "max_tokens", self.max_tokens or 1), "log_probs": self.scored}
-        told = {"top_log_probs": self.logprobs or 0, "want_prompt_log_probs": self.echo and self.scored}
-        return [request for prompt in self.prompts() for request in _choices(self, prompt, options, **told)]
+        scores_prompt = self.echo and self.scored
+        return self._requests(
+            prompts, self.max_tokens or 1, top_log_probs=self.logprobs or 0, want_prompt_log_probs=scores_prompt
+        )
 
 
 class Message(Object):
@@ -265,17 +271,10 @@ class ChatBody(Sampled):
             raise InvalidField("top_logprobs", "needs logprobs")
         return self
 
-    @property
-    def scored(self) -> bool:
-        """Whether log-probabilities are wanted."""
-        return self.logprobs
-
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
-        options: Options = {**_options(self, self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
-        messages = [message.plain for message in self.messages]
-        return list(_choices(self, messages, options, top_log_probs=self.top_logprobs))
+        return self._requests([[message.plain for message in self.messages]], most, top_log_probs=self.top_logprobs)
 
 
 class TokenizeBody(Body):
@@ -304,16 +303,16 @@ def naming_fields_of(body: Body) -> Iterator[None]:
     try:
         yield
     except InvalidField as error:
-        why = str(error).partition(": ")[2]
-        raise InvalidField(body.name_of(error.field.rpartition(".")[2]), why) from None
+        reason = str(error).partition(": ")[2]
+        raise InvalidField(body.name_of(error.field.rpartition(".")[2]), reason) from None
 
 
 def check_log_probs(requests: Sequence[GenerationRequest], context: int, new_tokens: int) -> None:
     """Raise InvalidField when choices, of `new_tokens` if they set no limit, may tell too many log-probabilities."""
-    told = 0
+    count = 0
     for request in requests:
         prompt = len(request.ids or (request.text or "").encode()) if request.want_prompt_log_probs else 0
         tokens = min(context, prompt + (request.max_new_tokens or new_tokens)) if request.want_log_probs else 0
-        told += tokens * (1 + request.top_log_probs)
-    if told > _MOST_LOG_PROBS:
-        raise InvalidField("logprobs", f"may be {told} in all choices, allowed are {_MOST_LOG_PROBS}")
+        count += tokens * (1 + request.top_log_probs)
+    if count > _MOST_LOG_PROBS:
+        raise InvalidField("logprobs", f"may be {count} in all choices, allowed are {_MOST_LOG_PROBS}")

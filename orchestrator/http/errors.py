@@ -36,7 +36,7 @@ TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
-"""By HTTP status; of all others it is the class that counts."""
+"""by HTTP status; of all others the class counts"""
 
 
 def envelope(code: int, message: str, field: str | None = None) -> dict[str, Any]:
@@ -49,11 +49,19 @@ def _plain(text: str) -> str:
     return text[:MAX_DETAILS].encode(errors="replace").decode()
 
 
-def told(error: Exception) -> tuple[int, dict[str, Any]]:
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """The HTTP status of an error and its body. Details of an unexpected one stay in the log under an opaque id."""
     if isinstance(error, CoppiceError):
         code = CODES[error.status]
         return code, envelope(code, str(error), error.field if isinstance(error, InvalidField) else None)
+    if isinstance(error, HTTPException):
+        message = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
+        return error.status_code, envelope(error.status_code, message)
+    if isinstance(error, RequestValidationError):
+        deepest = max(error.errors(), key=lambda found: len(found["loc"]))  # of what pydantic tried there
+        field = _path([str(part) for part in deepest["loc"][1:]])
+        reason = "is not served (docs/http.md#fields)" if deepest["type"] == "extra_forbidden" else deepest["msg"]
+        return 400, envelope(400, f"{field or 'body'}: {reason}", field or None)
     opaque = secrets.token_hex(8)
     log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
     return 500, envelope(500, f"internal error {opaque}")
@@ -61,11 +69,8 @@ def told(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def response(error: Exception) -> JSONResponse:
     """The answer that an error is."""
-    if isinstance(error, HTTPException):
-        detail = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
-        return JSONResponse(envelope(error.status_code, detail), error.status_code, error.headers)
-    code, body = told(error)
-    headers = {}
+    code, body = describe(error)
+    headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if code == 401:
@@ -78,18 +83,12 @@ def handle(app: FastAPI) -> None:
 
     @app.exception_handler(CoppiceError)
     @app.exception_handler(HTTPException)
-    @app.exception_handler(Exception)
-    async def _ours(_: Request, error: Exception) -> JSONResponse:
-        return response(error)
-
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        if "json" not in request.headers.get("content-type", ""):
-            return JSONResponse(envelope(415, "send Content-Type: application/json"), 415)
-        first = max(error.errors(), key=lambda one: len(one["loc"]))  # of what was tried there, what went deepest
-        field = _path([str(part) for part in first["loc"][1:]])
-        why = "is not served (docs/http.md#fields)" if first["type"] == "extra_forbidden" else first["msg"]
-        return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field or None), 400)
+    @app.exception_handler(Exception)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError) and "json" not in request.headers.get("content-type", ""):
+            error = HTTPException(415, "send Content-Type: application/json")
+        return response(error)
 
 
 def _path(parts: list[str]) -> str:

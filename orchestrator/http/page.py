@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
 
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
@@ -17,15 +18,13 @@ from coppice.errors import InvalidField
 from coppice.rpc.certificates import is_loopback
 from coppice.wire.generation import Chunk
 
-from .answering import Answering
+from ..service import GenerationServicer
+from .answering import Answering, Events, Json, streamed
 from .answers import LEAST_LOG_PROB
 from .app import check_model
 from .bodies import ChatBody, CompletionBody, naming_fields_of
-from .served import Served
-from .sse import streamed
 
 _FOLDER = Path(__file__).parent / "page"
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_FOLDER.iterdir())}
 """The files of the page by their paths: they hold nothing of a deployment."""
 HEADERS = {
@@ -44,8 +43,8 @@ def is_served(settings: Settings) -> bool:
     return wanted == "always" or (wanted == "loopback" and is_loopback(settings.server.host))
 
 
-def add_page(app: FastAPI, served: Served, answering: Answering) -> None:
-    """Add what the page asks of a service to the application."""
+def add_page(app: FastAPI, service: GenerationServicer, answering: Answering) -> None:
+    """Add the page's files, and what it asks of a service, to the application."""
 
     @app.post("/trace/completions")
     async def trace_completion(body: CompletionBody, request: Request) -> Response:
@@ -59,50 +58,39 @@ def add_page(app: FastAPI, served: Served, answering: Answering) -> None:
 
     async def traced(body: CompletionBody | ChatBody, request: Request) -> Response:
         """Stream the events of one answer and the tree of each step, as gRPC's Generate does, each as a JSON value."""
-        check_model(served, body.model)
+        check_model(service, body.model)
         with naming_fields_of(body):
-            asked, *others = body.requests()
+            traced, *others = body.requests()
             if others:
                 raise InvalidField("n", "a trace is of one answer to one prompt")
-            asked = replace(asked, want_trees=True, want_log_probs=True, top_log_probs=0, want_prompt_log_probs=False)
-            events = answering.events([asked], request.headers)
-            idle_s = served.settings.limits.idle_s
-            return await streamed(request, events, idle_s, lambda _, event: (_event(event),), tuple, ())
+            traced = replace(traced, want_trees=True, want_log_probs=True, top_log_probs=0, want_prompt_log_probs=False)
+            parts = _parts(answering.events([traced], request.headers))
+            return await streamed(request, parts, service.settings.limits.idle_s)
 
     @app.get("/model")
-    async def model() -> Response:
+    async def model() -> Json:
         """Describe the served model as gRPC's DescribeModel does, and its dtype."""
-        described = {"model": served.describe(), "dtype": served.target.dtype}
-        return Response(_json(described), media_type="application/json")
+        return {"model": dataclasses.asdict(service.describe()), "dtype": service.target.dtype}
+
+    for path, file in FILES.items():
+        app.get(path, include_in_schema=False)(_serving(file))
 
 
-def add_files(app: FastAPI, paths: Iterable[str]) -> None:
-    """Add those of the page's FILES at these paths to the application."""
-    for path in paths:
-        _add_file(app, path, FILES[path])
+def _serving(file: Path) -> Any:
+    async def serve() -> Response:
+        return FileResponse(file, headers=HEADERS)
+
+    return serve
 
 
-def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    content = file.read_bytes()
+async def _parts(events: Events) -> AsyncGenerator[Json, None]:
+    """Each event under the name that it has in GenerateResponse."""
+    async with contextlib.aclosing(events):
+        async for _, event in events:
+            yield {type(event).__name__.lower(): _fields(event)}
 
-    @app.get(path, include_in_schema=False)
-    async def _file() -> Response:
-        return Response(content, media_type=_TYPES[file.suffix], headers=HEADERS)
 
-
-def _event(event: StreamEvent) -> str:
-    """An event under the name that it has in GenerateResponse."""
+def _fields(event: StreamEvent) -> Json:
     if isinstance(event, Chunk):
         event = replace(event, log_probs=tuple(max(LEAST_LOG_PROB, value) for value in event.log_probs))
-    return _json({type(event).__name__.lower(): event})
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """A dataclass as its fields, bytes in hexadecimal."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.asdict(event)

@@ -29,16 +29,15 @@ from coppice.rpc.access import Access
 from coppice.rpc.certificates import Certificates, is_loopback
 from coppice.rpc.server import MAX_PARTS, most_calls
 
+from ..service import GenerationServicer
 from . import errors
 from .answering import Answering
 from .app import make_app
-from .docs import LOADED, PATHS, add_docs
-from .page import FILES, add_files, add_page, is_served
-from .served import Served
+from .page import FILES, add_page, is_served
 
 LIVES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
-OPEN = LIVES | {"/ready", *PATHS, *FILES}
+OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}
 """Paths that need no token"""
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)  # hosts that no name points to
 _BODY_S, _BODY_BYTES_S = 10, 64 << 10  # for a whole body, and one second more for each so many bytes of it
@@ -49,12 +48,12 @@ GENERATES = frozenset({f"{path}{kind}" for path in ("/v1", "/trace") for kind in
 class Door:
     """An ASGI application around another one: the same bounds and tokens as of gRPC."""
 
-    def __init__(self, app: ASGIApp, served: Served, access: Access, draining: asyncio.Event) -> None:
+    def __init__(self, app: ASGIApp, service: GenerationServicer, access: Access, draining: asyncio.Event) -> None:
         """draining: nothing new begins."""
-        self._app, self._served, self._access, self._draining = app, served, access, draining
-        self._limits = served.settings.limits
+        self._app, self._service, self._access, self._draining = app, service, access, draining
+        self._limits = service.settings.limits
         # Pages of other sites can reach this machine through a visitor's browser. They know no token.
-        self._guarded = is_loopback(served.settings.server.host) and not served.settings.orchestrator.tokens
+        self._guarded = is_loopback(service.settings.server.host) and not service.settings.orchestrator.tokens
         self._calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +70,7 @@ class Door:
 
         try:
             if self._guarded:
-                check_origin(dict(headers), self._served.settings.orchestrator.hosts)
+                check_origin(dict(headers), self._service.settings.orchestrator.hosts)
             async with self._admitted(scope, headers):
                 waiting = [await _read(receive, self._limits)] if scope["method"] == "POST" else []
 
@@ -101,7 +100,7 @@ class Door:
         try:
             async with asyncio.timeout(longest_s) as ended, self._access.client(headers, counted=posts):
                 if generates:
-                    self._served.check_seats()
+                    self._service.check_seats()
                 with tracing.serving(tracing.GENERATE, headers) if generates else contextlib.nullcontext():
                     yield
         except TimeoutError:
@@ -202,17 +201,17 @@ class _Connection(H11Protocol):
 class HttpServer:
     """OpenAI's API on one port."""
 
-    def __init__(self, settings: Settings, served: Served, access: Access, draining: asyncio.Event) -> None:
+    def __init__(
+        self, settings: Settings, service: GenerationServicer, access: Access, draining: asyncio.Event
+    ) -> None:
         """Raises InvalidField for bad certificates."""
         self._grace_s, self._draining = settings.server.grace_s, draining
-        self._answering = Answering(served, access)
-        app = make_app(served, self._answering)
-        add_docs(app)
-        add_files(app, FILES if is_served(settings) else LOADED)
+        self._answering = Answering(service, access)
+        app = make_app(service, self._answering)
         if is_served(settings):
-            add_page(app, served, self._answering)
+            add_page(app, service, self._answering)
         self._config = uvicorn.Config(
-            Door(app, served, access, draining),
+            Door(app, service, access, draining),
             host=settings.server.host,
             port=settings.orchestrator.http_port,
             http=_Connection,  # h11 bounds the bytes of headers

@@ -27,7 +27,9 @@ async function generate(trace, path, grew, signal) {
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ")) continue;
-      const event = JSON.parse(line.slice("data: ".length));
+      const data = line.slice("data: ".length);
+      if (data === "[DONE]") continue;
+      const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       trace.add(event);
     }
