@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
-from coppice.rpc.access import Tokens
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
@@ -21,6 +20,7 @@ from .encoder import TextCodec
 from .heads import HeadPool, feature_layers
 from .service import GenerationServicer, Signals
 from .targets import Pool, TargetPool
+from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .http.server import HttpServer

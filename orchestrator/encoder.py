@@ -28,10 +28,11 @@ from tokenizers.models import BPE
 from coppice.config.model_folder import added_tokens, ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
-from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 from coppice.wire.drafter import vocabulary_hash
 from coppice.wire.generation import ChatMessage
+
+from .tokens import client_salt
 
 _CHAT_BYTES = 16 << 20  # of a rendered chat
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn

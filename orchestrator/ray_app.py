@@ -28,7 +28,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from coppice.config.sections import FEATURE_KINDS, HeadKind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
-from coppice.rpc.certificates import is_loopback
+from coppice.rpc.access import is_loopback
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess

@@ -14,7 +14,6 @@ import coppice
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 from coppice.signals.producer import Producer
 from coppice.signals.records import QueryRecord
@@ -34,6 +33,7 @@ from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
 from .step import Committed, FixedPolicy, StepPolicy
 from .targets import TargetPool, TargetSession
 from .text import TextStream, TokenBytes
+from .tokens import client_salt
 
 P = TypeVar("P")
 

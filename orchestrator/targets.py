@@ -33,7 +33,7 @@ from coppice.errors import (
 )
 from coppice.limits import MAX_TOKEN_ID
 from coppice.rpc.channels import Dialer
-from coppice.rpc.sessions import end_waits
+from coppice.rpc.server import end_waits
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier

@@ -18,8 +18,7 @@ from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
-from coppice.rpc.server import add_service
-from coppice.rpc.sessions import StreamWaits
+from coppice.rpc.server import StreamWaits, add_service
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2

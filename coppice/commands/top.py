@@ -18,7 +18,7 @@ from rich.text import Text
 from coppice.config.model_folder import ends_line, text_ends
 from coppice.errors import Unavailable
 from coppice.machine import INVARIANT, PROMISES
-from coppice.rpc.certificates import is_loopback
+from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
 from coppice.stack.launch import Stack
 from coppice.stack.spec import DEFAULT_PORT, HeadSpec

@@ -19,8 +19,7 @@ from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 from coppice.limits import Limits
 from coppice.rpc import tracing
-from coppice.rpc.access import ACCESS
-from coppice.rpc.certificates import Certificates, is_loopback
+from coppice.rpc.access import ACCESS, Certificates, is_loopback
 
 Options = list[tuple[str, Any]]
 Metadata = tuple[tuple[str, str | bytes], ...]

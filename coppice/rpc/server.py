@@ -9,11 +9,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,10 +27,8 @@ from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
 from coppice.limits import Limits
 from coppice.rpc import health, tracing
-from coppice.rpc.access import Access, Tokens, needs_certificates
-from coppice.rpc.certificates import is_loopback, server_credentials
+from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
 from coppice.rpc.directory import Registration
-from coppice.rpc.sessions import StreamWaits
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -44,6 +42,7 @@ SMALL_BYTES = 16 << 10  # a message up to this size is not worth counting
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
 
+T = TypeVar("T")
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
@@ -274,6 +273,42 @@ def most_calls(limits: Limits) -> int:
     return lasting + _SHORT_CALLS + 2 * health.MOST_CALLS
 
 
+def end_waits(waits: Iterable[asyncio.Timeout]) -> None:
+    """Let every wait time out now; one that does so already refuses another time."""
+    now = asyncio.get_running_loop().time()
+    for wait in waits:
+        if not wait.expired():
+            wait.reschedule(now)
+
+
+class StreamWaits:
+    """Ends streams that idle too long, and all waiting streams at once when the server drains."""
+
+    def __init__(self, idle_s: float, draining: asyncio.Event) -> None:
+        self.idle_s, self.draining = idle_s, draining
+        self._waiting: set[asyncio.Timeout] = set()
+
+    async def next(self, messages: AsyncIterator[T]) -> T | None:
+        """The next message, None at the stream's end. Raises Unavailable when idle too long or draining."""
+        if self.draining.is_set():
+            raise Unavailable("the server is draining")
+        try:
+            async with asyncio.timeout(self.idle_s) as wait:
+                self._waiting.add(wait)
+                try:
+                    return await anext(messages, None)
+                finally:
+                    self._waiting.discard(wait)
+        except TimeoutError:
+            reason = "the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s"
+            raise Unavailable(reason) from None
+
+    async def end_on_drain(self) -> None:
+        """Wait for the drain and end every waiting stream; run this as a task beside the server."""
+        await self.draining.wait()
+        end_waits(self._waiting)
+
+
 class Serving:
     """A running server: its addresses, its health, and its end."""
 
@@ -283,19 +318,19 @@ class Serving:
         limits: Limits,
         role: str,
         tls: TlsSettings | None = None,
-        tokens: Tokens | None = None,
+        clients: Clients | None = None,
         registration: Registration | None = None,
     ) -> None:
-        """`tls` None: plaintext; `tokens` None: clients need none; `registration`: how others find it, from `start`
+        """`tls` None: plaintext; `clients` None: they need no token; `registration`: how others find it, from `start`
         until it begins to drain. Raises InvalidField.
         """
         self.settings, self.limits, self.role = settings, limits, role
         self.registrations = [registration] if registration else []
         """one for each pool that finds replicas here"""
         self._tls = tls or TlsSettings()
-        if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
+        if clients and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
-        self.access = Access(self._tls, tokens)
+        self.access = Access(self._tls, clients)
         self.server = grpc.aio.server(options=server_options(limits, role), maximum_concurrent_rpcs=most_calls(limits))
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -328,8 +363,7 @@ class Serving:
         add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
         self._services = [each.full_name for each in services]
         host = self.settings.host
-        require = self._tls.require or needs_certificates(service.full_name)
-        credentials = server_credentials(self._tls, require) if self._tls.on else None
+        credentials = server_credentials(self._tls, service.full_name) if self._tls.on else None
         port = _bind(self.server, host, self.settings.port, credentials)
         self.address = f"{self.settings.advertise or host}:{port}"
         health_port = _bind(self.health.server, host, self.settings.health_port)

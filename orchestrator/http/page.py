@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.rpc.certificates import is_loopback
+from coppice.rpc.access import is_loopback
 from coppice.wire.generation import Chunk
 
 from ..service import GenerationServicer

@@ -25,8 +25,7 @@ from coppice.config.settings import Settings
 from coppice.errors import Cancelled, DeadlineExceeded, InvalidField, Overloaded, PermissionDenied, Unavailable
 from coppice.limits import MAX_CONTEXT, Limits
 from coppice.rpc import tracing
-from coppice.rpc.access import Access
-from coppice.rpc.certificates import Certificates, is_loopback
+from coppice.rpc.access import Access, Certificates, is_loopback
 from coppice.rpc.server import MAX_PARTS, most_calls
 
 from ..service import GenerationServicer
@@ -267,9 +266,7 @@ def _following(tls: TlsSettings) -> ssl.SSLContext:
 
     Raises InvalidField naming the setting whose file is missing or unusable.
     """
-    used = Certificates.read(tls)
-    if not used.cert:
-        raise InvalidField("tls.cert", "is missing: a server shows a certificate")
+    used = Certificates.of_server(tls)
     current = first = _context(tls)
 
     def follow(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

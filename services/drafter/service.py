@@ -17,7 +17,7 @@ from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD
-from coppice.rpc.sessions import StreamWaits
+from coppice.rpc.server import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
     DraftOpened,

@@ -15,7 +15,7 @@ from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
-from coppice.rpc.sessions import StreamWaits
+from coppice.rpc.server import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier

@@ -25,8 +25,7 @@ from coppice.limits import Limits
 from coppice.rpc import health
 from coppice.rpc.access import ACCESS
 from coppice.rpc.channels import Dialer, channel_options
-from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
-from coppice.rpc.sessions import StreamWaits
+from coppice.rpc.server import MAX_DETAILS, Door, StreamWaits, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.telemetry import SessionMetrics

@@ -28,7 +28,7 @@ STARTERS = {f"subprocess.{name}" for name in ("run", "Popen", "call", "check_cal
 # Where what comes from outside is checked: python -O takes an `assert` away.
 CHECKING = ("coppice/rpc/", "coppice/wire/", "coppice/signals/", "services/adapter/", "services/drafter/")
 CHECKING_FILES = {
-    *("coppice/rpc/certificates.py", "coppice/config/sections.py", "coppice/limits.py", "coppice/speculation/tree.py"),
+    *("coppice/rpc/access.py", "coppice/config/sections.py", "coppice/limits.py", "coppice/speculation/tree.py"),
     *("orchestrator/service.py", "services/verifier/service.py", "services/verifier/session.py"),
 }
 

@@ -26,14 +26,14 @@ from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.limits import Limits
-from coppice.rpc.access import ACCESS, Access, Tokens, client_salt, read_tokens
-from coppice.rpc.certificates import Certificates
+from coppice.rpc.access import ACCESS, Access, Certificates
 from coppice.rpc.channels import Dialer
 from coppice.rpc.health import MOST_CALLS
 from coppice.rpc.server import Serving
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription
+from orchestrator.tokens import Tokens, client_salt, read_tokens
 from tests.certificates import ROLES, Authority, documented
 from tests.processes import until
 

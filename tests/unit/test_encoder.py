@@ -20,10 +20,11 @@ from transformers import AutoTokenizer
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_CHAT_MESSAGES, Limits
-from coppice.rpc.access import Access, Tokens
+from coppice.rpc.access import Access
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.generation import ChatMessage
 from orchestrator.encoder import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
+from orchestrator.tokens import Tokens
 from tests.tiny import make_target
 
 TEMPLATES = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))

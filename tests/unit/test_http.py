@@ -23,7 +23,7 @@ from coppice.client.request import build_request
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Overloaded
-from coppice.rpc.access import Access, Tokens
+from coppice.rpc.access import Access
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, Origin, Started
@@ -33,6 +33,7 @@ from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
 from orchestrator.http.server import Door, HttpServer, check_parts
 from orchestrator.text import TokenBytes
+from orchestrator.tokens import Tokens
 
 TARGET = TargetDescription("target", 300, 512, 2, 8, (0,), "float32", 2**20, 0, 0, 0, 0, 1.0, bytes(32))
 STARTED = Started(1, "plain", (), 0, 7)
