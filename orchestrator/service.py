@@ -37,7 +37,6 @@ from .tokens import client_salt
 
 P = TypeVar("P")
 
-LAST_MISS_S = 2.0  # how long a drafter may take to report the last miss
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
 
@@ -52,7 +51,7 @@ class GenerationServicer:
         heads: dict[str, HeadPool],
         codec: TextCodec | None,
         metrics: OrchestratorMetrics,
-        signals: Signals | None = None,
+        signals: Producer | None = None,
     ) -> None:
         """`signals`: where the adapter is told of what heads miss; None while adaptation is off."""
         self.settings, self.target, self.verifiers = settings, target, verifiers
@@ -187,11 +186,10 @@ class GenerationServicer:
             chunks.flush()
             verifier.close()
             steps.close()
-            if self.signals is not None and finished and any(head.signal.learns for head in heads):
-                self.signals.ended(decoding, heads)
-            else:
-                for head in heads:
-                    head.close()
+            for head in heads:
+                head.close()
+                if self.signals is not None and finished and head.learns:
+                    self.signals.query(head.pool.name, _record(decoding, head))
 
     def _step_policy(self, request: GenerationRequest, policy: Policy) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
@@ -228,7 +226,7 @@ class GenerationServicer:
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest) -> HeadSession:
         """One head of a request; it reports its misses when it is of a kind that an adapter trains on them."""
         learns = self.signals is not None and bool(pool.feature_layers) and bool(request.budget)
-        misses = self.signals is not None and learns and self.signals.of_misses(pool.name)
+        misses = self.signals is not None and learns and self.signals.demand_for(pool.name) == "misses"
         predicts = pool.kind == PREDICTING_KIND
         prediction = (request.prediction_ids or ()) if predicts else ()
         salt = client_salt() if predicts else ""
@@ -306,41 +304,6 @@ def _scored(started: Started, request: GenerationRequest, prompt: list[int], ope
     return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)
 
 
-class Signals:
-    """Takes over the heads of requests that ended."""
-
-    def __init__(self, producer: Producer) -> None:
-        self._producer = producer
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def of_misses(self, head: str) -> bool:
-        """Whether an adapter wants to know what a head misses."""
-        return self._producer.demand_for(head) == "misses"
-
-    def ended(self, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
-        """Fetch the heads' last misses, close the heads and queue their records, all in the background."""
-        task = asyncio.create_task(self._finish(decoding, heads))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def stop(self) -> None:
-        """Wait for what is under way and for the queue, at most a few seconds each."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_MISS_S)
-        await self._producer.stop()
-
-    async def _finish(self, decoding: Decoding, heads: Sequence[HeadSession]) -> None:
-        try:
-            fence, ids = decoding.text.fence(decoding.steps + 1, LAST_MISS_S), decoding.text.ids
-            await asyncio.gather(*(head.last_miss(fence, ids, LAST_MISS_S) for head in heads))
-        finally:
-            for head in heads:
-                head.close()
-        for head in heads:
-            if head.signal.learns:
-                self._producer.query(head.pool.name, _record(decoding, head))
-
-
 def _record(decoding: Decoding, head: HeadSession) -> QueryRecord:
     result, signal = decoding.output.result, head.signal
     kind, variant = next(iter(signal.choices), (0, 0))
@@ -351,7 +314,7 @@ def _record(decoding: Decoding, head: HeadSession) -> QueryRecord:
         new_tokens=result.new_tokens,
         steps=result.steps,
         tokens_per_s=result.new_tokens / max(1, result.timings.decode_ns) * 1e9,
-        versions=(signal.first_version, signal.last_version),
+        versions=(min(signal.versions, default=0), max(signal.versions, default=0)),
         kind=kind,
         variant=variant,
         sketch=signal.sketch if len(signal.choices) == 1 else (),

@@ -48,7 +48,10 @@ PROBE_S = 1.0
 
 
 class Replica:
-    """One process: its channel, its sessions of this orchestrator, and a breaker."""
+    """One process: its channel, its sessions of this orchestrator, and a breaker.
+
+    One that leaves the directory lives on until its last session ends; its channel closes with it.
+    """
 
     def __init__(self, address: str, dialer: Dialer) -> None:
         self.address = address
@@ -59,9 +62,8 @@ class Replica:
         """it left the latest looks unanswered"""
         self.unfit = ""
         """why it serves something else than the others, if it does"""
-        self._backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+        self.backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         self._silences = 0
-        self._gone = False
 
     @property
     def fit(self) -> bool:
@@ -74,13 +76,9 @@ class Replica:
         if self.cooling_until > now:
             return False
         if now - self.cooling_until > _LONGEST_BACKOFF_S:
-            self._backoff.succeed()
-        self.cooling_until = now + self._backoff.fail()
+            self.backoff.succeed()
+        self.cooling_until = now + self.backoff.fail()
         return True
-
-    def well(self) -> None:
-        """Note that it did what was asked of it: the next pause is a short one."""
-        self._backoff.succeed()
 
     def answered(self, error: CoppiceError | None) -> None:
         """Take in how a look at it ended."""
@@ -97,34 +95,14 @@ class Replica:
     def lose(self) -> None:
         """Called when it stopped answering: sessions that wait for it need not any longer."""
 
-    def taken(self) -> None:
-        """A session goes there."""
-        self.sessions += 1
-
-    def released(self) -> None:
-        """A session ended; the last one of a replica that is no more closes its channel."""
-        self.sessions -= 1
-        self._close_if_idle()
-
-    def leave(self) -> None:
-        """It is not in the directory any more; its sessions go on to their end."""
-        self._gone = True
-        self._close_if_idle()
-
-    def _close_if_idle(self) -> None:
-        if self._gone and not self.sessions:
-            task = asyncio.get_running_loop().create_task(self.channel.close())
-            _closing.add(task)
-            task.add_done_callback(_closing.discard)
-
-
-_closing: set[asyncio.Task[None]] = set()
 
 R = TypeVar("R", bound=Replica)
 
 
 class Pool(ABC, Generic[R]):
     """Replicas that serve the same. `update` follows a directory, `watch` looks at each replica now and then."""
+
+    replica: type[R]
 
     def __init__(self, name: str, addresses: Sequence[str], dialer: Dialer) -> None:
         self.name, self._dialer = name, dialer
@@ -139,11 +117,11 @@ class Pool(ABC, Generic[R]):
     def update(self, addresses: Sequence[str]) -> None:
         """Take in which replicas there are now."""
         for address in self._by_address.keys() - set(addresses):
-            self._by_address.pop(address).leave()
+            del self._by_address[address]
             log.info("a replica left", pool=self.name, replica=address)
         for address in addresses:
             if address not in self._by_address:
-                self._by_address[address] = self.make(address)
+                self._by_address[address] = self.replica(address, self._dialer)
                 log.info("a replica came", pool=self.name, replica=address)
 
     def pick(self, avoid: Collection[R] = ()) -> R | None:
@@ -166,10 +144,6 @@ class Pool(ABC, Generic[R]):
         """Look at every replica, for ever."""
         while True:
             await asyncio.gather(asyncio.sleep(PROBE_S), *(self.look(replica) for replica in self.replicas))
-
-    @abstractmethod
-    def make(self, address: str) -> R:
-        """A replica at an address."""
 
     @abstractmethod
     async def describe(self, replica: R) -> None:
@@ -207,6 +181,8 @@ class VerifierReplica(Replica):
 class TargetPool(Pool[VerifierReplica]):
     """The replicas that serve one target."""
 
+    replica = VerifierReplica
+
     def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0) -> None:
         """`failover_s`: how long a request waits for a verifier."""
         self.target: TargetDescription | None = None
@@ -214,20 +190,16 @@ class TargetPool(Pool[VerifierReplica]):
         self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
-    def make(self, address: str) -> VerifierReplica:
-        """A replica at an address."""
-        return VerifierReplica(address, self._dialer)
-
     async def describe(self, replica: VerifierReplica) -> None:
         """The first that answers says what the target is; one that serves another is never used."""
         request = verifier_pb2.DescribeTargetRequest()
-        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
-        self.target = self.target or told
-        replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
-        replica.prefix_cache_tokens = told.prefix_cache_tokens
-        same = _identity(told) == _identity(self.target)
-        bits = f", bits {told.bits_hash.hex()[:12] or 'not promised'}"
-        unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}{bits}"
+        target = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
+        self.target = self.target or target
+        replica.kv_tokens, replica.kv_tokens_used = target.kv_tokens, target.kv_tokens_used
+        replica.prefix_cache_tokens = target.prefix_cache_tokens
+        same = _identity(target) == _identity(self.target)
+        bits = f", bits {target.bits_hash.hex()[:12] or 'not promised'}"
+        unfit = "" if same else f"it serves {target.name}, weights {target.weights_hash.hex()[:12]}{bits}"
         if unfit and unfit != replica.unfit:
             log.error("a verifier serves another target", replica=replica.address, why=unfit)
         replica.unfit = unfit
@@ -254,7 +226,7 @@ class TargetPool(Pool[VerifierReplica]):
         fit = [replica for replica in self.replicas if replica.fit and replica.prefix_cache_tokens]
         ranked = sorted(fit, key=lambda replica: sha256(prefix + replica.address.encode()).digest())
         most = least.sessions + _MOST_MORE
-        chosen = next((one for one in ranked if one.sessions <= most and one not in avoid), least)
+        chosen = next((each for each in ranked if each.sessions <= most and each not in avoid), least)
         return chosen, chosen is ranked[0] if ranked else False
 
     @property
@@ -264,22 +236,20 @@ class TargetPool(Pool[VerifierReplica]):
         capacity = sum(replica.kv_tokens for replica in answering)
         return sum(replica.kv_tokens_used for replica in answering) / capacity if capacity else 0.0
 
-    def deadline_s(self, replica: VerifierReplica) -> float:
-        """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average).
-
-        The only replica is waited for longer: giving it up would gain nothing.
-        """
-        return _LAST_RESORT_S if len(self._by_address) == 1 else max(_LEAST_DEADLINE_S, 10 * replica.verify_s)
+    @property
+    def alone(self) -> bool:
+        """Whether there is one replica, which is waited for longer: giving it up would gain nothing."""
+        return len(self._by_address) == 1
 
     @property
     def prefill_s(self) -> float:
-        """How long a prefill may take, with the wait for KV before it. The only replica has as long as the call."""
-        return self._dialer.limits.call_s if len(self._by_address) == 1 else _PREFILL_S
+        """How long a prefill may take, with the wait for KV before it."""
+        return self._dialer.limits.call_s if self.alone else _PREFILL_S
 
 
-def _identity(told: TargetDescription) -> tuple[object, ...]:
-    shape = told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
-    return told.name, told.weights_hash, told.bits_hash, *shape, told.repetition_penalty
+def _identity(target: TargetDescription) -> tuple[object, ...]:
+    shape = target.vocab_size, target.layers, target.hidden_size, target.eos_ids, target.dtype
+    return target.name, target.weights_hash, target.bits_hash, *shape, target.repetition_penalty
 
 
 class TargetSession:
@@ -299,8 +269,9 @@ class TargetSession:
 
     @property
     def deadline_s(self) -> float:
-        """How long a verify may take."""
-        return self._pool.deadline_s(self._replica) if self._replica else _LEAST_DEADLINE_S
+        """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average)."""
+        usual_s = self._replica.verify_s if self._replica else 0.0
+        return _LAST_RESORT_S if self._pool.alone else max(_LEAST_DEADLINE_S, 10 * usual_s)
 
     async def open(self, ids: Sequence[int], patient: bool = False) -> SessionOpened:
         """Prefill `ids` on a verifier that may know their beginning and has few sessions, on another when that fails.
@@ -358,14 +329,14 @@ class TargetSession:
         self._losses = 0
         took = loop.time() - began
         self._replica.verify_s = 0.9 * (self._replica.verify_s or took) + 0.1 * took
-        self._replica.well()
+        self._replica.backoff.succeed()
         return answer
 
     def close(self) -> None:
         """End the stream; the verifier frees the session."""
         if self._call is not None and self._replica is not None:
             self._call.cancel()
-            self._replica.released()
+            self._replica.sessions -= 1
         self._call = self._replica = None
 
     async def _open_on(self, replica: VerifierReplica, ids: Sequence[int]) -> SessionOpened:
@@ -374,7 +345,7 @@ class TargetSession:
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify()
-        replica.taken()
+        replica.sessions += 1
         answer = await self._exchange(opening, opening, self._pool.prefill_s)
         assert isinstance(answer, SessionOpened)
         self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once

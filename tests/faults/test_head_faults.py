@@ -137,7 +137,7 @@ def alarms(head: Eagle3Head, draws: Draws, most: int) -> tuple[int, list[Any], f
     metrics = OrchestratorMetrics()
     pool = HeadPool("tiny", ["127.0.0.1:1"], Dialer(), metrics, 8, VOCAB)
     (replica,) = pool.replicas
-    replica.told(head.description)
+    replica.expect(head.description)
     at = 0
     with capture_logs() as logs:
         for step, (path, version) in zip(range(1, most + 1), draws, strict=False):

@@ -72,8 +72,8 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
             await asyncio.to_thread(on.stop)
     seen = head.seen[1]
     assert seen.wants_misses
-    # A step commits the root and one accepted token: a rejection at every second position, the last step's included.
-    wanted = [position for position in range(len(IDS) + 2, len(IDS) + NEW + 2, 2) if position < len(IDS) + NEW]
+    # A step commits the root and one accepted token: a rejection at every second position, told with the next step.
+    wanted = list(range(len(IDS) + 2, len(IDS) + NEW - 1, 2))
     assert [one.position for one in seen.rejections] == wanted
     assert all((each.parent, each.target_id) == (1, truth[each.position]) for each in seen.rejections)
     assert [(one.wants_misses, one.rejections) for one in reads_nothing.seen] == [(False, [])]

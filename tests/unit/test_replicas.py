@@ -15,11 +15,13 @@ from structlog.testing import capture_logs
 from coppice.errors import DeadlineExceeded, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
+from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import verifier_pb2
-from coppice.wire.drafter import OpenDraft, draft_request_to_wire
+from coppice.wire.drafter import OpenDraft
 from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
 from orchestrator import targets
-from orchestrator.heads import DrafterReplica, DraftStream
+from orchestrator.heads import HeadPool, HeadSession
+from orchestrator.step import Committed
 from orchestrator.targets import Replica, TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of
 
@@ -61,19 +63,18 @@ async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_en
 
 
 async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> None:
-    before = asyncio.all_tasks()
-    opening = draft_request_to_wire(OpenDraft("s", [1], SamplingParams()))
+    before, opening = asyncio.all_tasks(), OpenDraft("s", [1], SamplingParams())
     with socket.create_server(("127.0.0.1", 0)) as mute:  # connects, and says nothing
-        replica = DrafterReplica(f"127.0.0.1:{mute.getsockname()[1]}", Dialer())
+        pool = HeadPool("head", [f"127.0.0.1:{mute.getsockname()[1]}"], Dialer(), OrchestratorMetrics(), 6)
+        pool.feature_layers = ()
         for _ in range(5):
-            stream = DraftStream("head", replica, lambda answer: None, lambda error: None)
-            stream.write(opening)
-            stream.write(opening)
+            session = HeadSession(pool, opening, 96, learns=False)
+            assert session.ask(Committed([1, 2]).fence(1, 1.0), 3, [1, 2], 4) is not None
             await asyncio.sleep(0)
-            stream.close()
+            session.close()
         _, pending = await asyncio.wait(asyncio.all_tasks() - before, timeout=5)
         assert not pending
-        await replica.channel.close()
+        assert [replica.sessions for replica in pool.replicas] == [0]
 
 
 class Verifiers:
@@ -160,7 +161,7 @@ async def test_texts_that_begin_alike_go_to_one_verifier_unless_it_has_too_many_
     replica, _ = pool.pick_for(prefixes[0])
     assert replica
     for sessions in range(1, 4):
-        replica.taken()
+        replica.sessions += 1
         assert chosen(pool, prefixes[0])[1] == (sessions <= 2)
     second, _ = pool.pick_for(prefixes[0])
     assert second is not replica
