@@ -37,7 +37,8 @@ from coppice.rpc.server import end_waits
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
-from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
+from coppice.wire.common import TopLogProbs, committed_hash
+from coppice.wire.verifier import NextRoot, OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 
 log = structlog.get_logger()
 
@@ -380,7 +381,7 @@ class TargetSession:
         self.exchanged = sent, time.perf_counter_ns()
         try:
             read = verifier.read_verify_response(answer)
-            verifier.check_answer(read, question, opening, target.vocab_size if target else MAX_TOKEN_ID + 1)
+            check_answer(read, question, opening, target.vocab_size if target else MAX_TOKEN_ID + 1)
         except InvalidField as error:
             raise InternalError(f"the verifier at {replica.address} answered wrongly: {error}") from None
         return read
@@ -391,3 +392,68 @@ async def _ending(call: grpc.aio.StreamStreamCall) -> CoppiceError:
     if code is grpc.StatusCode.OK:
         return Unavailable("the verifier ended the session")
     return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details))
+
+
+def check_answer(
+    answer: SessionOpened | Verdict, question: OpenSession | VerifyStep, opening: OpenSession, vocab_size: int
+) -> None:
+    """Raise InvalidField unless a target of this width may answer a question of the session `opening` so."""
+    if isinstance(answer, SessionOpened) and isinstance(question, OpenSession):
+        _check_opened(answer, opening, vocab_size)
+    elif isinstance(answer, Verdict) and isinstance(question, VerifyStep):
+        _check_verdict(answer, question, opening, vocab_size)
+    else:
+        raise InvalidField("kind", "does not fit the question")
+
+
+def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) -> None:
+    length, features = len(opening.ids), opened.features
+    scored = (length - 1) * opening.want_prompt_log_probs
+    _require(
+        fence=opened.fence.committed_len == length,
+        next=_is_next(opened.next, opening, vocab_size),
+        features=features is None or features.start + features.count == length,
+        top=_is_top(opened.top, 1, opening, vocab_size),
+        prompt_log_probs=len(opened.prompt_log_probs) == scored,
+        prompt_top=_is_top(opened.prompt_top, scored, opening, vocab_size),
+    )
+
+
+def _check_verdict(verdict: Verdict, step: VerifyStep, opening: OpenSession, vocab_size: int) -> None:
+    """It accepts a path of the step's tree, and fence and next root are those behind that path."""
+    accepted, root, before, fence = verdict.accepted, verdict.next, step.fence, verdict.fence
+    parents = [-1, *step.tree.parents.tolist()]
+    nodes = range(1, len(parents))
+    is_path = all(node in nodes and parents[node] == at for at, node in zip((0, *accepted), accepted, strict=False))
+    ids = [step.root, *step.tree.tokens[np.array(accepted if is_path else (), np.int64) - 1].tolist()]
+    committed = before.step, before.committed_len + len(ids), committed_hash(ids, before.committed_hash)
+    ended = committed[1] >= opening.max_len or (len(ids) > 1 and ids[-1] in opening.stop_ids)
+    _require(
+        accepted=is_path,
+        verified=not verdict.pruned or {*accepted} <= {*verdict.verified} <= {*nodes},
+        fence=(fence.step, fence.committed_len, fence.committed_hash) == committed,
+        next=_is_next(root, opening, vocab_size) if root else ended,
+        log_probs=len(verdict.log_probs) == len(accepted) * opening.want_log_probs,
+        top=_is_top(verdict.top, len(accepted) + (root is not None), opening, vocab_size),
+    )
+
+
+def _is_next(root: NextRoot, opening: OpenSession, vocab_size: int) -> bool:
+    row = root.row
+    if row is None:
+        return root.drawn_id is not None and root.drawn_id < vocab_size
+    scored = row.raw_log_probs is not None or not opening.want_log_probs
+    return scored and bool(row.ids[-1] < vocab_size) and bool((np.diff(row.ids) > 0).all())
+
+
+def _is_top(top: Sequence[TopLogProbs], count: int, opening: OpenSession, vocab_size: int) -> bool:
+    most = opening.top_log_probs
+    of_width = all(0 < len(best.ids) <= most and best.ids.max() < vocab_size for best in top)
+    return of_width and len(top) == (count if most else 0)
+
+
+def _require(**fields: bool) -> None:
+    """Raise InvalidField naming the first field that is not as it must be."""
+    for name, is_right in fields.items():
+        if not is_right:
+            raise InvalidField(name, "does not fit the question")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from coppice import limits
@@ -15,7 +15,6 @@ STANDING_BY = "standing by"
 
 
 @carried_by(adapter.ActionStatus)
-@dataclass(frozen=True, slots=True)
 class ActionStatus:
     """One arm of the decision rule."""
 
@@ -26,7 +25,6 @@ class ActionStatus:
 
 
 @carried_by(adapter.KindStatus)
-@dataclass(frozen=True, slots=True)
 class KindStatus:
     """One kind of text, and the variant of the head that is for it."""
 
@@ -55,7 +53,6 @@ class KindStatus:
 
 
 @carried_by(adapter.ReplicaStatus)
-@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """One drafter."""
 
@@ -67,7 +64,6 @@ class ReplicaStatus:
 
 
 @carried_by(adapter.VersionStatus)
-@dataclass(frozen=True, slots=True)
 class VersionStatus:
     """How long the drafts of one version lasted."""
 
@@ -79,7 +75,6 @@ class VersionStatus:
 
 
 @carried_by(adapter.QueryPoint)
-@dataclass(frozen=True, slots=True)
 class QueryPoint:
     """One query."""
 
@@ -93,7 +88,6 @@ class QueryPoint:
 
 
 @carried_by(adapter.Change)
-@dataclass(frozen=True, slots=True)
 class Change:
     """One change of the weights."""
 
@@ -109,7 +103,6 @@ class Change:
 
 
 @carried_by(adapter.HeadStatus)
-@dataclass(frozen=True, slots=True)
 class HeadStatus:
     """One head."""
 
@@ -131,12 +124,6 @@ class HeadStatus:
     kinds: list[KindStatus] = field(default_factory=list)
     history: list[QueryPoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-
-
-@carried_by(adapter.RollbackResponse)
-@dataclass(frozen=True, slots=True)
-class _RolledBack:
-    version: Version
 
 
 def standing_by(head: str, policy: str) -> HeadStatus:
@@ -161,7 +148,8 @@ def read_status(message: adapter.GetStatusResponse) -> list[HeadStatus]:
 
 def read_rollback(message: adapter.RollbackResponse) -> int:
     """The version that a rollback made."""
-    return codec(_RolledBack).read(message).version
+    limits.check_range("version", message.version, 0, limits.MAX_VERSION)
+    return message.version
 
 
 def read_head_name(message: Any) -> str:

@@ -7,11 +7,12 @@ outside of 0..64. What else there is to know, such as which fields are repeated 
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union
 
 import numpy as np
 from google.protobuf.message import Message
@@ -72,10 +73,12 @@ CODECS: dict[str, Codec[Any]] = {}
 _BY_CLASS: dict[type, Codec[Any]] = {}
 
 
-def carried_by(message: Any) -> Callable[[type[T]], type[T]]:
-    """Class decorator: values of this dataclass travel in `message`."""
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def carried_by(message: Any, frozen: bool = True) -> Callable[[type[T]], type[T]]:
+    """Class decorator: a dataclass with slots whose values travel in `message`."""
 
     def register(value: type[T]) -> type[T]:
+        value = dataclass(frozen=frozen, slots=True)(value)
         _BY_CLASS[value] = CODECS[message.DESCRIPTOR.full_name] = Codec(value, message)
         return value
 
@@ -93,8 +96,8 @@ class Codec(Generic[T]):
     def __init__(self, value: type[T], message: Any) -> None:
         self.value, self.message = value, message
         described = message.DESCRIPTOR.fields_by_name
-        own = [field for field in fields(value) if field.name in described]  # type: ignore[arg-type]
-        self._names = [field.name for field in own]
+        own = [part for part in fields(value) if part.name in described]  # type: ignore[arg-type]
+        self._names = [part.name for part in own]
         self._sent = [name for name in described if hasattr(value, name)]  # properties too
         self._values, self._plain = _getter(self._sent), _getter(self._names)
         self.notes: dict[str, list[Any]] = {}
@@ -106,11 +109,11 @@ class Codec(Generic[T]):
         self._parallel: list[tuple[int, str, bool]] = []
         self._reads: list[tuple[int, Callable[[Any, str, str], Any]]] = []
         self._writes: list[tuple[str, Callable[[Any], Any]]] = []
-        hints = get_type_hints(value, include_extras=True)
-        for at, field in enumerate(own):
-            described_field = described[field.name]
-            hint, optional, notes = _unpack(hints[field.name])
-            self.notes[field.name] = notes
+        hints = typing.get_type_hints(value, include_extras=True)
+        for at, part in enumerate(own):
+            described_field = described[part.name]
+            hint, optional, notes = _unpack(hints[part.name])
+            self.notes[part.name] = notes
             conversion = _conversion(hint, optional, described_field)
             for note in notes:
                 match note:
@@ -121,7 +124,7 @@ class Codec(Generic[T]):
                     case Length(low, high):
                         self._lengths.append((at, low, high))
                     case AsLongAs(longest):
-                        self._parallel.append((at, longest, field.default is not MISSING))
+                        self._parallel.append((at, longest, part.default is not MISSING))
                     case Conversion():
                         conversion = note
                     case check:
@@ -129,7 +132,7 @@ class Codec(Generic[T]):
             if conversion:
                 self._reads.append((at, conversion.read))
             if conversion and conversion.write:
-                self._writes.append((field.name, conversion.write))
+                self._writes.append((part.name, conversion.write))
 
     def fields(self, value: T) -> dict[str, Any]:
         """What the message is made of."""
@@ -214,16 +217,16 @@ def _unpack(hint: Any) -> tuple[Any, bool, list[Any]]:
     """The type of an annotation, whether it may be None, and the notes on it and on its elements."""
     optional, notes = False, []
     while True:
-        if get_origin(hint) is Annotated:
-            hint, *more = get_args(hint)
+        if typing.get_origin(hint) is Annotated:
+            hint, *more = typing.get_args(hint)
             notes += more
-        elif get_origin(hint) in (Union, UnionType):
-            hint, optional = get_args(hint)[0], True
+        elif typing.get_origin(hint) in (Union, UnionType):
+            hint, optional = typing.get_args(hint)[0], True
         else:
             break
-    if get_origin(hint) in (list, tuple, frozenset):
-        element = get_args(hint)[0]
-        notes += get_args(element)[1:] if get_origin(element) is Annotated else ()
+    if typing.get_origin(hint) in (list, tuple, frozenset):
+        element = typing.get_args(hint)[0]
+        notes += typing.get_args(element)[1:] if typing.get_origin(element) is Annotated else ()
     return hint, optional, notes
 
 
@@ -232,7 +235,7 @@ def _conversion(hint: Any, optional: bool, field: Any) -> Conversion | None:
 
     What may be None is when it is not set; a repeated field is when it is empty.
     """
-    container, inner = get_origin(hint), CODECS.get(field.message_type.full_name) if field.message_type else None
+    container, inner = typing.get_origin(hint), CODECS.get(field.message_type.full_name) if field.message_type else None
     if inner and field.is_repeated:
         return Conversion(
             lambda values: [inner.fields(value) for value in values],
@@ -247,7 +250,7 @@ def _conversion(hint: Any, optional: bool, field: Any) -> Conversion | None:
 
         return Conversion(inner.fields, read_inner)
     if container is np.ndarray:
-        dtype = get_args(get_args(hint)[1])[0]
+        dtype = typing.get_args(typing.get_args(hint)[1])[0]
 
         def read_array(owner: Any, name: str, path: str) -> Any:
             values = getattr(owner, name)

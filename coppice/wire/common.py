@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -55,7 +54,6 @@ def committed_hash(ids: Sequence[int], state: int = _FNV_OFFSET) -> int:
 
 
 @carried_by(common.Fence)
-@dataclass(frozen=True, slots=True)
 class Fence:
     """Which state of a session a message is about. `committed_len` excludes the root."""
 
@@ -67,7 +65,6 @@ class Fence:
 
 
 @carried_by(common.Row)
-@dataclass(frozen=True, slots=True)
 class Row:
     """A target row after G: ids (n,) and float64 log-probs (n,), raw T=1 float32 log-probs (n,) if asked for."""
 
@@ -77,7 +74,6 @@ class Row:
 
 
 @carried_by(common.TopLogProbs)
-@dataclass(frozen=True, slots=True)
 class TopLogProbs:
     """The most probable ids of a row at T=1, the best first: ids (n,) and their raw float32 log-probs (n,)."""
 
@@ -86,7 +82,6 @@ class TopLogProbs:
 
 
 @carried_by(common.FeatureRef)
-@dataclass(frozen=True, slots=True)
 class FeatureRef:
     """A window of positions whose features a verifier session holds.
 
@@ -102,7 +97,6 @@ class FeatureRef:
 
 
 @carried_by(common.Features)
-@dataclass(frozen=True, slots=True)
 class Features:
     """Target features of positions start..start+count-1: bytes of rows, or where to fetch them."""
 
@@ -114,7 +108,6 @@ class Features:
 
 
 @carried_by(common.Rejection)
-@dataclass(frozen=True, slots=True)
 class Rejection:
     """Where the walk left the tree, and the token that the target chose there (SpecBlock, section 3.4)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated
 
 import numpy as np
@@ -39,7 +39,6 @@ from coppice.wire.common import (
 
 
 @carried_by(drafter.OpenDraft)
-@dataclass(frozen=True, slots=True)
 class OpenDraft:
     """Opens a drafting session on prompt + committed ids."""
 
@@ -57,7 +56,6 @@ class OpenDraft:
 
 
 @carried_by(drafter.DraftOpened)
-@dataclass(frozen=True, slots=True)
 class DraftOpened:
     """The head holds the prompt."""
 
@@ -71,7 +69,6 @@ class DraftOpened:
 
 
 @carried_by(drafter.Advance)
-@dataclass(frozen=True, slots=True)
 class Advance:
     """Committed ids the drafter has not seen, the earlier root first."""
 
@@ -81,7 +78,6 @@ class Advance:
 
 
 @carried_by(drafter.DraftStep)
-@dataclass(frozen=True, slots=True)
 class DraftStep:
     """Asks for a tree of at most `budget` nodes below `root`."""
 
@@ -92,7 +88,6 @@ class DraftStep:
 
 
 @carried_by(drafter.TreeDelta)
-@dataclass(frozen=True, slots=True)
 class TreeDelta:
     """Nodes to append to a step's tree; parents may lie in earlier deltas. `miss` is 1 - r of the step's rejection."""
 
@@ -110,7 +105,6 @@ class TreeDelta:
 
 
 @carried_by(drafter.DescribeHeadResponse)
-@dataclass(frozen=True, slots=True)
 class HeadDescription:
     """What a drafter serves."""
 
@@ -129,7 +123,6 @@ class HeadDescription:
 
 
 @carried_by(drafter.WeightsHeader)
-@dataclass(frozen=True, slots=True)
 class WeightsHeader:
     """Announces a safetensors file of `size` bytes in `parts` parts: new values of some of `parent`'s tensors.
 
@@ -147,7 +140,6 @@ class WeightsHeader:
 
 
 @carried_by(drafter.WeightsPart)
-@dataclass(frozen=True, slots=True)
 class WeightsPart:
     """The `number`th piece of the file."""
 
@@ -156,7 +148,6 @@ class WeightsPart:
 
 
 @carried_by(drafter.SyncWeightsResponse)
-@dataclass(frozen=True, slots=True)
 class WeightsSynced:
     """The weights in use now, and how long drafting stood still."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,6 @@ class Origin(IntEnum):
 
 
 @carried_by(generation.ChatMessage)
-@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation; role is system, user or assistant. What is empty is not there."""
 
@@ -78,7 +77,6 @@ def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | No
 
 
 @carried_by(generation.GenerateRequest)
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request. Exactly one of text, ids and chat is set; budget None and policy "" mean the server's defaults."""
 
@@ -107,7 +105,6 @@ class GenerationRequest:
 
 
 @carried_by(generation.Started)
-@dataclass(frozen=True, slots=True)
 class Started:
     """The request was admitted."""
 
@@ -124,7 +121,6 @@ class Started:
 
 
 @carried_by(generation.StepTree)
-@dataclass(frozen=True, slots=True)
 class StepTree:
     """The tree a step chose, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
     made it (from 1) and its text; the numbers of the accepted nodes from the root down; the root's text."""
@@ -154,7 +150,6 @@ def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
 
 
 @carried_by(generation.Chunk)
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens of one commit. `pieces` are the text of each id's contribution; joined they are `text`."""
 
@@ -169,8 +164,7 @@ class Chunk:
     """of the heads that lost the routing; accepted are the nodes that the target said too"""
 
 
-@carried_by(generation.GenerateTimings)
-@dataclass(slots=True)
+@carried_by(generation.GenerateTimings, frozen=False)
 class Timings:
     """Sums over a request, nanoseconds (protos/coppice/v1/generation.proto says what each covers)."""
 
@@ -203,8 +197,7 @@ def _read_reason(owner: Any, name: str, path: str) -> FinishReason:
     return _REASON_NAMES[number]
 
 
-@carried_by(generation.Finished)
-@dataclass(slots=True)
+@carried_by(generation.Finished, frozen=False)
 class Finished:
     """The answer is complete. Lists have one entry a step; `routed` is a head's index, -1 none, -2 a union.
 
@@ -240,7 +233,6 @@ class Finished:
 
 
 @carried_by(generation.DescribeModelResponse)
-@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """What a deployment serves; `repetition_penalty` is that of requests that set none."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -35,13 +35,11 @@ from coppice.wire.common import (
     TopLogProbs,
     Tree,
     check_bias,
-    committed_hash,
     rows_of,
 )
 
 
 @carried_by(verifier.NextRoot)
-@dataclass(frozen=True, slots=True)
 class NextRoot:
     """Where the next root comes from: a row to draw from, else the id the verifier drew with the same function."""
 
@@ -51,7 +49,6 @@ class NextRoot:
 
 
 @carried_by(verifier.VerifyTimings)
-@dataclass(frozen=True, slots=True)
 class VerifyTimings:
     """Times of one request inside the verifier, nanoseconds; rows and sessions of its packed forward.
 
@@ -68,7 +65,6 @@ class VerifyTimings:
 
 
 @carried_by(verifier.OpenSession)
-@dataclass(frozen=True, slots=True)
 class OpenSession:
     """Opens a verifier session on prompt + committed ids; the first `prompt_tokens` are the prompt, 0: all of them.
 
@@ -91,7 +87,6 @@ class OpenSession:
 
 
 @carried_by(verifier.SessionOpened)
-@dataclass(frozen=True, slots=True)
 class SessionOpened:
     """The prefill is done. `top` has an entry for the next root, `prompt_top` one for each of `prompt_log_probs`."""
 
@@ -107,7 +102,6 @@ class SessionOpened:
 
 
 @carried_by(verifier.VerifyStep)
-@dataclass(frozen=True, slots=True)
 class VerifyStep:
     """Verify root + tree. `q_rows` (n, vocab) float32 asks for p/q rejection of a chain.
 
@@ -122,7 +116,6 @@ class VerifyStep:
 
 
 @carried_by(verifier.Verdict)
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target said about one tree; `next` is None when the text ended inside the path.
 
@@ -143,7 +136,6 @@ class Verdict:
 
 
 @carried_by(verifier.Commit)
-@dataclass(frozen=True, slots=True)
 class Commit:
     """What a step committed, sent to the followers of its session; `root` is None when the text has ended."""
 
@@ -159,7 +151,6 @@ class Commit:
 
 
 @carried_by(verifier.DescribeTargetResponse)
-@dataclass(frozen=True, slots=True)
 class TargetDescription:
     """What a verifier serves; `repetition_penalty` is that of sessions that set none."""
 
@@ -217,71 +208,6 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
     if root is not None and root.row is None and root.drawn_id is None:
         raise InvalidField("next", "is neither a row nor a drawn id")
     return answer
-
-
-def check_answer(
-    answer: SessionOpened | Verdict, question: OpenSession | VerifyStep, opening: OpenSession, vocab_size: int
-) -> None:
-    """Raise InvalidField unless a target of this width may answer a question of the session `opening` so."""
-    if isinstance(answer, SessionOpened) and isinstance(question, OpenSession):
-        _check_opened(answer, opening, vocab_size)
-    elif isinstance(answer, Verdict) and isinstance(question, VerifyStep):
-        _check_verdict(answer, question, opening, vocab_size)
-    else:
-        raise InvalidField("kind", "does not fit the question")
-
-
-def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) -> None:
-    length, features = len(opening.ids), opened.features
-    scored = (length - 1) * opening.want_prompt_log_probs
-    _require(
-        fence=opened.fence.committed_len == length,
-        next=_is_next(opened.next, opening, vocab_size),
-        features=features is None or features.start + features.count == length,
-        top=_is_top(opened.top, 1, opening, vocab_size),
-        prompt_log_probs=len(opened.prompt_log_probs) == scored,
-        prompt_top=_is_top(opened.prompt_top, scored, opening, vocab_size),
-    )
-
-
-def _check_verdict(verdict: Verdict, step: VerifyStep, opening: OpenSession, vocab_size: int) -> None:
-    """It accepts a path of the step's tree, and fence and next root are those behind that path."""
-    accepted, root, before, fence = verdict.accepted, verdict.next, step.fence, verdict.fence
-    parents = [-1, *step.tree.parents.tolist()]
-    nodes = range(1, len(parents))
-    is_path = all(node in nodes and parents[node] == at for at, node in zip((0, *accepted), accepted, strict=False))
-    ids = [step.root, *step.tree.tokens[np.array(accepted if is_path else (), np.int64) - 1].tolist()]
-    committed = before.step, before.committed_len + len(ids), committed_hash(ids, before.committed_hash)
-    ended = committed[1] >= opening.max_len or (len(ids) > 1 and ids[-1] in opening.stop_ids)
-    _require(
-        accepted=is_path,
-        verified=not verdict.pruned or {*accepted} <= {*verdict.verified} <= {*nodes},
-        fence=(fence.step, fence.committed_len, fence.committed_hash) == committed,
-        next=_is_next(root, opening, vocab_size) if root else ended,
-        log_probs=len(verdict.log_probs) == len(accepted) * opening.want_log_probs,
-        top=_is_top(verdict.top, len(accepted) + (root is not None), opening, vocab_size),
-    )
-
-
-def _is_next(root: NextRoot, opening: OpenSession, vocab_size: int) -> bool:
-    row = root.row
-    if row is None:
-        return root.drawn_id is not None and root.drawn_id < vocab_size
-    scored = row.raw_log_probs is not None or not opening.want_log_probs
-    return scored and bool(row.ids[-1] < vocab_size) and bool((np.diff(row.ids) > 0).all())
-
-
-def _is_top(top: Sequence[TopLogProbs], count: int, opening: OpenSession, vocab_size: int) -> bool:
-    most = opening.top_log_probs
-    of_width = all(0 < len(best.ids) <= most and best.ids.max() < vocab_size for best in top)
-    return of_width and len(top) == (count if most else 0)
-
-
-def _require(**fields: bool) -> None:
-    """Raise InvalidField naming the first field that is not as it must be."""
-    for name, is_right in fields.items():
-        if not is_right:
-            raise InvalidField(name, "does not fit the question")
 
 
 def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:

@@ -342,7 +342,8 @@ ELSEWHERE = {
     *("TreeDelta.q_rows", "Features.inline", "WeightsHeader.size", "WeightsHeader.parts", "GenerateRequest.text"),
     *("GenerateRequest.prediction_text", "GenerateRequest.max_new_tokens", "GenerateRequest.accept_rule"),
     *("ChatMessage.content", "ChatMessage.name", "ChatMessage.reasoning_content"),
-    # what an adapter tells its operator: by the message's bytes
+    # what an adapter tells its operator: by the message's bytes, or where it is read
+    "RollbackResponse.version",
     *(f"HeadStatus.{name}" for name in ("head", "policy", "doing", "weights_hash", "actions", "kinds", "replicas")),
     *(f"HeadStatus.{name}" for name in ("versions", "history", "changes")),
     *("ActionStatus.action", "ReplicaStatus.address", "QueryPoint.action", "Change.what", "Change.why"),
