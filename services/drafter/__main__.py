@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from coppice.config.model_folder import check_model
+from coppice.config.sections import FEATURE_KINDS
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import registration_of
@@ -11,7 +13,14 @@ from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import serve_metrics
 from coppice.v1 import drafter_pb2
 
-from .pool import Drafters, pool_name
+from .service import Drafters
+
+
+def pool_name(settings: Settings) -> str:
+    """What a drafter's pool is called. Raises InvalidField for a folder that holds no head."""
+    if settings.drafter.kind in (*FEATURE_KINDS, "lm"):
+        check_model("drafter.path", settings.drafter.path)
+    return settings.drafter.name or settings.drafter.kind
 
 
 async def serve(settings: Settings) -> int:

@@ -9,54 +9,70 @@ import numpy as np
 from coppice.signals.producer import Producer
 from coppice.signals.records import Sample, SampleFacts
 from coppice.wire.common import Features
+from coppice.wire.drafter import Advance, OpenDraft
 
 WINDOW = 64
 """positions of a sample"""
 _LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
 
 
-class Window:
+class _Window:
     """A session's latest committed positions: ids and feature rows, as they came; WINDOW of them and an advance."""
 
-    def __init__(self) -> None:
-        self.end, self.dtype = 0, "float32"
+    def __init__(self, session: str) -> None:
+        self.session, self.end, self.dtype = session, 0, "float32"
         self.sampled = 0  # the end of the last sample, before the first one the prompt's end
-        self._ids: deque[int] = deque()
-        self._rows: deque[bytes] = deque()
+        self.ids: deque[int] = deque()
+        self.rows: deque[bytes] = deque()
 
     def append(self, ids: list[int], features: Features) -> None:
         """Take the features of positions up to a new end, `ids` those of its last positions."""
-        while len(self._ids) > WINDOW:
-            self._ids.popleft()
-            self._rows.popleft()
+        while len(self.ids) > WINDOW:
+            self.ids.popleft()
+            self.rows.popleft()
         inline, count = features.inline or b"", features.count
         width = len(inline) // max(1, count)
-        new = min(count, len(ids)) if self._ids else min(count, WINDOW)  # of a prompt no more than is ever read
+        new = min(count, len(ids)) if self.ids else min(count, WINDOW)  # of a prompt no more than is ever read
         self.dtype = features.dtype or "float32"
-        self._ids += ids[len(ids) - new :]
-        self._rows += (inline[at * width : (at + 1) * width] for at in range(count - new, count))
+        self.ids += ids[len(ids) - new :]
+        self.rows += (inline[at * width : (at + 1) * width] for at in range(count - new, count))
         self.end = features.start + count
         self.sampled = self.sampled or self.end
 
-    def sample(self, session: str) -> Sample:
-        """The last positions, at most WINDOW; they count as sampled."""
-        self.sampled = self.end
-        ids, rows = list(self._ids)[-WINDOW:], list(self._rows)[-WINDOW:-1]
-        return Sample(SampleFacts(session, self.end - 1, self.dtype), np.array(ids, np.int64), b"".join(rows))
-
 
 class Samples:
-    """Makes samples while someone wants them."""
+    """Cuts samples of sessions by their key, and queues them while an adapter learns from texts."""
 
     def __init__(self, producer: Producer, head: str) -> None:
         self._producer, self._head = producer, head
+        self._windows: dict[int, _Window] = {}
 
     @property
-    def wanted(self) -> bool:
-        """Whether an adapter learns from texts now."""
+    def _wanted(self) -> bool:
         return bool(self._producer.demand_for(self._head))
 
-    def offer(self, session: str, window: Window, *, ended: bool) -> None:
-        """Queue the window if it is full of what was not sampled yet, or the text has ended."""
-        if self.wanted and window.end - window.sampled >= (_LEAST_TEXT if ended else WINDOW):
-            self._producer.sample(self._head, window.sample(session))
+    def open(self, key: int, opening: OpenDraft) -> None:
+        """Take a session's prompt, if samples are wanted now and it comes with features."""
+        if opening.features is not None and self._wanted:
+            self._windows[key] = _Window(opening.session)
+            self._windows[key].append(opening.ids, opening.features)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        """Take what a session committed. A window that is full of what was not sampled yet is a sample."""
+        window = self._windows.get(key)
+        if window is not None and advance.ids and advance.features is not None:
+            window.append(advance.ids, advance.features)
+            self._offer(window, WINDOW)
+
+    def close(self, key: int) -> None:
+        """Forget a session, whose end may be a sample too."""
+        window = self._windows.pop(key, None)
+        if window is not None:
+            self._offer(window, _LEAST_TEXT)
+
+    def _offer(self, window: _Window, least: int) -> None:
+        if self._wanted and window.end - window.sampled >= least:
+            window.sampled = window.end
+            ids, rows = list(window.ids)[-WINDOW:], list(window.rows)[-WINDOW:-1]
+            facts = SampleFacts(window.session, window.end - 1, window.dtype)
+            self._producer.sample(self._head, Sample(facts, np.array(ids, np.int64), b"".join(rows)))

@@ -1,23 +1,29 @@
-"""DrafterService on the wire: one session is one stream."""
+"""DrafterService on the wire: one session is one stream. And what serves it: the heads of a process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
 import structlog
+from prometheus_client import CollectorRegistry
 
+from coppice.config.settings import Settings
+from coppice.engine.batching import BatchingThread
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
+from coppice.heads.registry import served_head
 from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.rpc import tracing
-from coppice.rpc.channels import HEAD
-from coppice.rpc.server import StreamWaits
+from coppice.rpc.channels import HEAD, Dialer
+from coppice.rpc.directory import directory
+from coppice.rpc.server import Serving, StreamWaits
+from coppice.signals.producer import Producer
+from coppice.telemetry import SessionMetrics, SignalMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
     DraftOpened,
@@ -34,7 +40,8 @@ from coppice.wire.drafter import (
     synced_to_wire,
 )
 
-from .following import Following, Verifiers
+from .following import Following, LocalVerifier, Verifiers
+from .samples import Samples
 from .session import Session
 from .worker import Worker
 
@@ -117,8 +124,6 @@ class DrafterServicer:
         self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
         self._ahead = ahead
         self._syncs = {name: WeightSync(worker, waits) for name, worker in workers.items()}
-        self._keys = itertools.count()
-        self._fetching: Counter[str] = Counter()
         self._readers: set[asyncio.Task[None]] = set()
 
     def _named(self, context: grpc.aio.ServicerContext) -> str:
@@ -138,33 +143,25 @@ class DrafterServicer:
         message = await self._waits.next(requests)
         if message is None:
             return
-        name = self._named(context)
-        worker = self._workers[name]
+        worker = self._workers[self._named(context)]
         opening = read_draft_request(message, worker.description.vocab_size)
         if not isinstance(opening, OpenDraft):
             raise InvalidField("kind", "the first message of a session is open")
-        if worker.sessions + self._fetching[name] >= self._limits.sessions:
+        if worker.sessions >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
         trace, began = tracing.current(), time.perf_counter_ns()
-        session = Session(next(self._keys))
+        session = worker.admit_session()
         following = Following(worker, session, self._verifiers)
         try:
-            self._fetching[name] += 1
-            try:
-                opening = await following.open(opening, self._ahead and not opening.want_misses)
-            finally:
-                self._fetching[name] -= 1
-            worker.open(session, opening)
-        except BaseException:
-            following.close()
-            raise
-        try:
+            worker.open(session, await following.open(opening, self._ahead and not opening.want_misses))
             while not session.finished:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
                 if isinstance(answer, TreeDelta):
                     answer = following.answer(answer)
+                if answer is None:
+                    continue
                 woken = time.perf_counter_ns()
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
@@ -172,10 +169,8 @@ class DrafterServicer:
                     reader = asyncio.create_task(self._read_steps(requests, worker, session, following))
                     self._readers.add(reader)
                     reader.add_done_callback(self._readers.discard)
-                elif answer is not None and answer.last and answer.fence.step == session.newest:
+                elif answer.last and answer.fence.step == session.newest:
                     session.newest = None
-                if answer is None:
-                    continue
                 message = draft_response_to_wire(answer)
                 encoded = time.perf_counter_ns()
                 yield message
@@ -195,7 +190,13 @@ class DrafterServicer:
         """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
         vocab_size = worker.description.vocab_size
         try:
-            while (message := await self._next(requests, session)) is not None:
+            while True:
+                try:
+                    message = await self._waits.next(requests)
+                except Unavailable as error:
+                    return session.finish(error)  # the current step is still answered
+                if message is None:
+                    return session.finish(None)
                 arrived = time.perf_counter_ns()
                 step = read_draft_request(message, vocab_size)
                 if not isinstance(step, DraftStep):
@@ -205,17 +206,6 @@ class DrafterServicer:
                 await following.ask(step, arrived)
         except Exception as error:
             session.answers.put_nowait(error)
-
-    async def _next(self, requests: AsyncIterator[Any], session: Session) -> Any:
-        """The next message; None at the end, where the current step is still answered."""
-        end: Unavailable | None = None
-        try:
-            message = await self._waits.next(requests)
-        except Unavailable as error:
-            message, end = None, error
-        if message is None:
-            session.finish(end)
-        return message
 
     async def DescribeHead(
         self, request: drafter_pb2.DescribeHeadRequest, context: grpc.aio.ServicerContext
@@ -240,3 +230,54 @@ def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int,
     parts = {"queue": began - arrived, "forward": delta.forward_ns, "tree": made - began - delta.forward_ns}
     parts |= {"wake": woken - made, "encode": encoded - woken}
     trace.add("draft", arrived, encoded, parts, step=delta.fence.step)
+
+
+class Drafters:
+    """Heads between `start` and `stop`, one or more in a process."""
+
+    def __init__(
+        self,
+        each: Mapping[str, Settings],
+        serving: Serving,
+        registry: CollectorRegistry | None = None,
+        verifier: LocalVerifier | None = None,
+        host: BatchingThread | None = None,
+    ) -> None:
+        """each: the settings of every head, by its pool's name, which differ in section drafter alone.
+
+        verifier and host: those of this process, which computes on the host's thread. Raises InvalidField.
+        """
+        settings = next(iter(each.values()))
+        metrics = SessionMetrics("drafter", registry)
+        self.registry = metrics.registry
+        self._producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), list(each))
+        self._sends = bool(settings.adaptation.redis)
+        self.workers = {
+            name: Worker(
+                partial(served_head, own.drafter),
+                metrics,
+                Samples(self._producer, name) if self._sends else None,
+                host,
+            )
+            for name, own in each.items()
+        }
+        allowed = settings.drafter.verifiers
+        known = directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
+        self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), known, verifier)
+        ahead = settings.drafter.ahead
+        self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers, ahead)
+
+    async def start(self) -> None:
+        """Load the heads. Raises what a head's builder raises."""
+        for worker in self.workers.values():
+            await worker.start()
+        self._watching = asyncio.create_task(self._verifiers.run())
+        if self._sends:
+            self._producer.start()
+
+    async def stop(self) -> None:
+        """Let go of them."""
+        self._watching.cancel()
+        for worker in self.workers.values():
+            await worker.stop()
+        await self._producer.stop()

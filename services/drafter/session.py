@@ -1,4 +1,4 @@
-"""A drafting session: what both threads know of it, its text, and the step of it that waits to be drafted."""
+"""A drafting session: its text, what a client waits for, and the step of it that waits to be drafted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import numpy as np
 from coppice import failpoints
 from coppice.errors import CoppiceError, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth
-from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Fence, committed_hash
-from coppice.wire.drafter import DraftOpened, DraftStep, TreeDelta
-
-from .samples import Window
+from coppice.wire.drafter import DraftOpened, DraftStep, OpenDraft, TreeDelta
 
 MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 
@@ -27,23 +24,29 @@ Answer = DraftOpened | TreeDelta | Exception
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Belongs to the event loop, save `taken` and `drafting`."""
+    """What lies above `taken` belongs to the event loop, the rest to the worker's thread."""
 
     key: int
     answers: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
     """what to send; None only wakes the sender"""
     sent: int = 0
     """steps handed to the worker"""
-    taken: int = 0
-    """steps the worker took; its thread counts"""
-    drafting: tuple[int, int] = 0, 0
-    """when the step that is drafted for came, and when the thread began, of `perf_counter_ns`"""
     newest: int | None = None
     """number of the newest step while it is not answered"""
     ended: bool = False
     """no further step comes"""
     end: CoppiceError | None = None
     """why, unless the client closed its side"""
+    taken: int = 0
+    """steps the worker took; the event loop reads it"""
+    drafting: tuple[int, int] = 0, 0
+    """when the step that is drafted for came, and when the thread began, of `perf_counter_ns`; the loop reads it"""
+    opening: OpenDraft | None = None
+    """without ids and features"""
+    length: int = 0
+    hash: int = committed_hash(())
+    too_long: bool = False
+    """longer than the head drafts for, so that the head does not hold it"""
 
     @property
     def finished(self) -> bool:
@@ -59,22 +62,6 @@ class Session:
         """End after the current step, with `end` as the status."""
         self.ended, self.end = True, end
         self.answers.put_nowait(None)
-
-
-@dataclass(slots=True)
-class Text:
-    """What a session drafts with, and the ids it has committed. The worker's thread has it."""
-
-    name: str
-    sampling: SamplingParams
-    coupled: bool
-    want_q_rows: bool
-    window: Window | None
-    """what samples are cut from, when any may be wanted"""
-    length: int = 0
-    hash: int = committed_hash(())
-    too_long: bool = False
-    """longer than the head drafts for, so that the head does not hold it"""
 
     def append(self, ids: Sequence[int]) -> None:
         """Commit ids."""
@@ -97,7 +84,6 @@ class Waiting:
     """A step that is not drafted yet, and the parts of its tree that were not sent yet."""
 
     session: Session
-    text: Text
     fence: Fence
     arrived_ns: int
     job: DraftJob
@@ -115,35 +101,32 @@ class Waiting:
 
     def delta(self, weights_version: int, forward_ns: int) -> TreeDelta:
         """The parts as one message; they are kept no longer."""
-        tree, made = joined(self.parts), tuple([len(part.nodes) for part in self.parts])
-        fence = Fence(
-            self.fence.step - failpoints.hit("drafter.stale"),
-            self.fence.committed_len,
-            self.fence.committed_hash,
-            weights_version,
-            self.fence.deadline_ns,
+        parts, fence = self.parts, self.fence
+        nodes, last = _joined([part.nodes for part in parts]), parts[-1].last
+        step = fence.step - failpoints.hit("drafter.stale")
+        q_rows = [part.q_rows for part in parts if part.q_rows is not None]
+        delta = TreeDelta(
+            fence=Fence(step, fence.committed_len, fence.committed_hash, weights_version, fence.deadline_ns),
+            nodes=garbage(nodes) if failpoints.hit("drafter.garbage") else nodes,
+            last=last,
+            forward_ns=forward_ns,
+            total_ns=time.perf_counter_ns() - self.arrived_ns,
+            q_rows=np.concatenate(q_rows) if q_rows else None,
+            miss=None if self.is_sent else self.miss,
+            predicted=tuple([place for part in parts for place in part.predicted]),
+            made=tuple([len(part.nodes) for part in parts]) if len(parts) > 1 else (),
         )
-        nodes = garbage(tree.nodes) if failpoints.hit("drafter.garbage") else tree.nodes
-        miss = None if self.is_sent else self.miss
-        total_ns = time.perf_counter_ns() - self.arrived_ns
-        made = made if len(made) > 1 else ()
-        self.parts.clear()
-        self.is_sent, self.is_done = True, tree.last
-        return TreeDelta(fence, nodes, tree.last, forward_ns, total_ns, tree.q_rows, miss, tree.predicted, made)
+        parts.clear()
+        self.is_sent, self.is_done = True, last
+        return delta
 
 
-def joined(parts: list[Growth]) -> Growth:
+def _joined(trees: list[DraftTree]) -> DraftTree:
     """Parts of one tree, in order, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    nodes = DraftTree(
-        np.concatenate([part.nodes.tokens for part in parts]),
-        np.concatenate([part.nodes.parents for part in parts]),
-        np.concatenate([part.nodes.log_probs for part in parts]),
-    )
-    q_rows = [part.q_rows for part in parts if part.q_rows is not None]
-    predicted = tuple([place for part in parts for place in part.predicted])
-    return Growth(parts[0].job, nodes, parts[-1].last, np.concatenate(q_rows) if q_rows else None, predicted)
+    if len(trees) == 1:
+        return trees[0]
+    names = ("tokens", "parents", "log_probs")
+    return DraftTree(*(np.concatenate([getattr(tree, name) for tree in trees]) for name in names))
 
 
 def garbage(tree: DraftTree) -> DraftTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -20,8 +21,8 @@ from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
-from .samples import Samples, Window
-from .session import Answer, Session, Text, Waiting
+from .samples import Samples
+from .session import Answer, Session, Waiting
 
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging
@@ -38,20 +39,16 @@ class Worker(BatchingThread):
         self,
         build: Callable[[], Head],
         metrics: SessionMetrics,
-        max_context: int = 0,
         samples: Samples | None = None,
         host: BatchingThread | None = None,
     ) -> None:
-        """`build` runs on the thread. Behind `max_context` positions of a text nothing is drafted; 0: the head's limit.
-
-        host: whose thread it is, see BatchingThread.
-        """
+        """`build` runs on the thread. host: whose thread it is, see BatchingThread."""
         super().__init__("head", host=host)
         self._build, self._metrics, self._samples = build, metrics, samples
-        self._max_context = max_context or MAX_CONTEXT
+        self._keys = itertools.count()
         # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
         self._opened = self._closed = self._remembered = 0
-        self._texts: dict[Session, Text] = {}
+        self._sessions: set[Session] = set()
         self._openings: deque[tuple[Session, Iterator[None]]] = deque()
         self._waiting: dict[Session, Waiting] = {}
 
@@ -66,10 +63,14 @@ class Worker(BatchingThread):
         """Sessions that the head holds or is about to."""
         return self._opened - self._closed
 
-    def open(self, session: Session, opening: OpenDraft) -> None:
-        """Open a session; DraftOpened or an error is posted to it. `close` must follow."""
+    def admit_session(self) -> Session:
+        """A new session, which counts from now on; `close` must follow."""
         self._opened += 1
         self._metrics.opened.inc()
+        return Session(next(self._keys))
+
+    def open(self, session: Session, opening: OpenDraft) -> None:
+        """Have the head take a session's prompt; DraftOpened or an error is posted to it."""
         self.post(lambda: self._take_open(session, opening))
 
     def step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
@@ -77,7 +78,7 @@ class Worker(BatchingThread):
         self.post(lambda: self._take_step(session, step, arrived_ns))
 
     def close(self, session: Session) -> None:
-        """Free a session that was given to `open`."""
+        """Free a session, whether it was opened or not."""
         self.post(lambda: self._take_close(session))
 
     def staging(self, header: WeightsHeader) -> Staging:
@@ -101,7 +102,7 @@ class Worker(BatchingThread):
     def load(self) -> None:
         """Build the head."""
         self._head = self._build()
-        self._max_context = min(self._max_context, self._head.max_context or MAX_CONTEXT)
+        self._max_context = self._head.max_context or MAX_CONTEXT
 
     def idle(self) -> bool:
         """Whether neither a step nor an opening waits."""
@@ -120,21 +121,19 @@ class Worker(BatchingThread):
             self._open_some()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
-        sampled = self._samples is not None and opening.features is not None and self._samples.wanted
-        window = Window() if sampled else None
-        text = Text(opening.session, opening.sampling, opening.coupled, opening.want_q_rows, window)
-        self._texts[session] = text
-        self._openings.append((session, self._opening(session, text, opening)))
+        session.opening = replace(opening, ids=[], features=None)
+        self._sessions.add(session)
+        self._openings.append((session, self._opening(session, opening)))
 
-    def _opening(self, session: Session, text: Text, opening: OpenDraft) -> Iterator[None]:
+    def _opening(self, session: Session, opening: OpenDraft) -> Iterator[None]:
         """Hash the prompt and let the head take it, a chunk at a time."""
         for start in range(0, len(opening.ids), HASH_CHUNK):
-            text.append(opening.ids[start : start + HASH_CHUNK])
+            session.append(opening.ids[start : start + HASH_CHUNK])
             yield
-        if not self._is_too_long(session, text):
+        if not self._is_too_long(session):
             yield from self._head.open(session.key, opening)
-        if text.window is not None and opening.features is not None:
-            text.window.append(opening.ids, opening.features)
+        if self._samples:
+            self._samples.open(session.key, opening)
 
     def _open_some(self) -> None:
         """One chunk of one opening, the openings in turn."""
@@ -142,8 +141,8 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            too_long = self._texts[session].too_long
-            self._post([(session, DraftOpened(self._version) if too_long else self._head.opened(session.key))])
+            opened = DraftOpened(self._version) if session.too_long else self._head.opened(session.key)
+            self._post([(session, opened)])
         except Exception as error:
             self._fail(session, error)
         else:
@@ -152,44 +151,42 @@ class Worker(BatchingThread):
     def _take_step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
         """Apply the step's advance; the step then waits, in place of an older one of its session."""
         session.taken += 1
-        text = self._texts.get(session)
-        if text is None:  # the session failed meanwhile
+        if session not in self._sessions or session.opening is None:  # the session failed meanwhile
             return
         try:
-            miss = self._advance(session, text, step)
+            miss = self._advance(session, step)
         except Exception as error:
             self._fail(session, error)
             return
-        if text.too_long:
+        if session.too_long:
             self._post([(session, TreeDelta(step.fence, DraftTree.empty(), last=True))])
             return
         self._rejoin.came(session, arrived_ns / 1e9)
-        job = DraftJob(session.key, step.root, text.length, step.budget, text.sampling, text.coupled, text.want_q_rows)
-        self._waiting[session] = Waiting(session, text, step.fence, arrived_ns, job, miss)
+        of = session.opening
+        job = DraftJob(session.key, step.root, session.length, step.budget, of.sampling, of.coupled, of.want_q_rows)
+        self._waiting[session] = Waiting(session, step.fence, arrived_ns, job, miss)
 
-    def _advance(self, session: Session, text: Text, step: DraftStep) -> float | None:
+    def _advance(self, session: Session, step: DraftStep) -> float | None:
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
-        text.advance(step)
-        miss = None if self._is_too_long(session, text) else self._head.advance(session.key, advance)
-        if self._samples and text.window is not None and advance.ids and advance.features is not None:
-            text.window.append(advance.ids, advance.features)
-            self._samples.offer(text.name, text.window, ended=False)
+        session.advance(step)
+        miss = None if self._is_too_long(session) else self._head.advance(session.key, advance)
+        if self._samples:
+            self._samples.advance(session.key, advance)
         return miss
 
-    def _is_too_long(self, session: Session, text: Text) -> bool:
+    def _is_too_long(self, session: Session) -> bool:
         """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
-        if not text.too_long and text.length > self._max_context:
-            text.too_long = True
+        if not session.too_long and session.length > self._max_context:
+            session.too_long = True
             self._head.close(session.key)
             self._metrics.too_long.inc()
-        return text.too_long
+        return session.too_long
 
     def _take_close(self, session: Session) -> None:
-        text = self._texts.get(session)
-        if self._samples and text is not None and text.window is not None:
-            self._samples.offer(text.name, text.window, ended=True)
         self._forget(session)
+        if self._samples:
+            self._samples.close(session.key)
         try:
             self._head.close(session.key)
         except Exception:
@@ -213,7 +210,7 @@ class Worker(BatchingThread):
     def die(self) -> None:
         """End every session by an error, too: the process may go on."""
         super().die()
-        self._post([(session, Unavailable("the head has failed")) for session in self._texts])
+        self._post([(session, Unavailable("the head has failed")) for session in self._sessions])
 
     def _fail(self, session: Session, error: Exception) -> None:
         """End one session by an error; its stream's end closes it."""
@@ -221,7 +218,7 @@ class Worker(BatchingThread):
         self._post([(session, error)])
 
     def _forget(self, session: Session) -> None:
-        self._texts.pop(session, None)
+        self._sessions.discard(session)
         self._waiting.pop(session, None)
         self._rejoin.closed(session)
         self._openings = deque(opening for opening in self._openings if opening[0] is not session)

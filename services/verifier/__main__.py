@@ -36,7 +36,7 @@ async def serve(settings: Settings) -> int:
     beside: dict[ServiceDescriptor, object] = {}
     drafters = None
     if settings.verifier.drafters:
-        from ..drafter.pool import Drafters
+        from ..drafter.service import Drafters
 
         heads = settings.nearby_drafters()
         drafters = Drafters(heads, serving, metrics.registry, worker, worker)

@@ -296,7 +296,7 @@ async def worker_of(head: Head) -> AsyncIterator[Worker]:
 
 
 async def open_on(worker: Worker, count: int) -> list[Session]:
-    sessions = [Session(key) for key in range(count)]
+    sessions = [worker.admit_session() for _ in range(count)]
     for session in sessions:
         worker.open(session, OpenDraft("s", [1, 2], SamplingParams()))
         await asyncio.wait_for(session.answers.get(), 5)
@@ -401,7 +401,7 @@ async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None
         head.proceed.clear()
         worker.step(busy, step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
-        unborn = Session(9)
+        unborn = worker.admit_session()
         worker.open(unborn, OpenDraft("s", [1], SamplingParams()))
         worker.step(session, step_of(1, 7), time.perf_counter_ns())
         for closing in (session, busy, unborn):

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from coppice.signals.records import Sample
+from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Features
-from services.drafter.samples import WINDOW, Samples, Window
+from coppice.wire.drafter import Advance, OpenDraft
+from services.drafter.samples import WINDOW, Samples
 
 WIDTH, PROMPT = 3, 10
 
@@ -37,19 +39,12 @@ def features(start: int, count: int) -> Features:
 def sampled(demand: str, end: int) -> list[Sample]:
     """A text whose token at position p is p, committed one by one behind a prompt of ten tokens."""
     taken: Any = Taken(demand)
-    samples, window = Samples(taken, "a"), Window()
-    window.append(list(range(PROMPT)), features(0, PROMPT))
+    samples = Samples(taken, "a")
+    samples.open(0, OpenDraft("s", list(range(PROMPT)), SamplingParams(), features=features(0, PROMPT)))
     for position in range(PROMPT, end):
-        window.append([position], features(position, 1))
-        samples.offer("s", window, ended=False)
-    samples.offer("s", window, ended=True)
+        samples.advance(0, Advance([position], features(position, 1)))
+    samples.close(0)
     return taken.samples  # type: ignore[no-any-return]
-
-
-def test_features_of_no_position_are_nothing_to_take() -> None:
-    window = Window()
-    window.append([1, 2], Features(0, 0, "float32", b"1234"))
-    assert window.end == 0
 
 
 def test_nothing_is_sent_that_nobody_asked_for() -> None:
