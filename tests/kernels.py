@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coppice.engine.attention import Layer
 from coppice.engine.rows import KEY_BLOCK
+from coppice.engine.steps import StepInputs
 from coppice.speculation.sampling_torch import gumbel, hashes
 from services.verifier.device import KEY, LEAST, ROW, TEMPERATURE
 
@@ -91,34 +93,33 @@ def compiled_for_hopper(
     return compiled, {name: int(count) for name, count in re.findall(r"(STACK|LOCAL):(\d+)", listing)}, listing
 
 
-@torch.library.custom_op("coppice::tree_attention", mutates_args=("keys", "values"))
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """The rule of `kernels.rotate` in torch's operators, which is transformers' formula."""
+
+    def of(states: Tensor) -> Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return states * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+    return of(query), of(key)
+
+
 def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    new_slots: Tensor,
-    session: Tensor,
-    paged: Tensor,
-    length: Tensor,
-    tail: Tensor,
-    table: Tensor,
-    tiles: Tensor,
-    block_size: int,
-    window: int,
-    scale: float,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, inputs: StepInputs, layer: Layer
 ) -> Tensor:
-    """The rule of `kernels.tree_attention` in torch's operators; it has no use for tiles.
+    """The rule of `kernels.tree_attention`, of which see there, in torch's operators, as one operator."""
+    rows = inputs.new_slots, inputs.session, inputs.paged, inputs.length, inputs.tail, inputs.table
+    scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    numbers = inputs.pool.block_size, layer.window or 0, scale, layer.softcap or 0.0
+    out: Tensor = _tree_attention(q, k, v, keys, values, layer.sinks, *rows, *numbers)
+    return out
 
-    q (T, H, D), k (T, KVH, D) and v (T, KVH, V) of the rows, written to a layer's keys (slots, KVH, D) and values
-    (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0.
 
-    sinks: (H,) scores of a key of value zero. window: positions seen back, the row's own included; 0 is all. softcap: 0
-    is none. The others are those of StepInputs.
-    """
+@torch.library.custom_op("tests::tree_attention", mutates_args=("keys", "values"))
+def _tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, new_slots: Tensor,
+    session: Tensor, paged: Tensor, length: Tensor, tail: Tensor, table: Tensor, block_size: int, window: int,
+    scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
     keys.index_copy_(0, new_slots, k)
     values.index_copy_(0, new_slots, v)
     queries = q.float().reshape(len(q), k.shape[1], -1, q.shape[-1])  # (T, KVH, G, D)

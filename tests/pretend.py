@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from tests.kernels import keyed_argmax, tree_attention
+from tests.kernels import keyed_argmax, rotate, tree_attention
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def pretending() -> Iterator[Counts]:
         patch("torch.cuda.synchronize", synchronize),
         patch("torch.cuda.Event", _Event),
         # Triton launches on a real device only.
-        patch("coppice.engine.modules._launches", lambda tensor: False),
+        patch("coppice.engine.modules.rotate", rotate),
         patch("coppice.engine.steps.tree_attention", tree_attention),
         patch("services.verifier.device.keyed_argmax", keyed_argmax),
         _Mode(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
 from coppice.engine.rows import Earlier, PackedBatch, Piece, RowTable, ancestors, pack
 from coppice.engine.steps import Bucket, StepInputs
@@ -26,9 +26,14 @@ class Shape:
     heads: int = 4
     kv: KVShape = KV
     dtype: torch.dtype = torch.float32
-    window: int = 0
-    softcap: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
     sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.heads // self.kv.kv_heads
 
 
 def random_tree(rows: int, rng: random.Random) -> list[int]:
@@ -44,16 +49,15 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def filled_pool(shape: Shape, tokens: int) -> tuple[KVPool, int]:
-    """A pool of one layer and of random contents, cut up so that blocks scatter, and a slot that nobody owns."""
+def filled_pool(shape: Shape, tokens: int) -> KVPool:
+    """A pool of one layer and of random contents, cut up so that blocks scatter."""
     pool = KVPool(layers=[shape.kv], tokens=tokens, block_size=BLOCK_SIZE, dtype=shape.dtype)
     for part in pool.layers[0]:
         part.normal_()
-    spare = pool.allocate("spare", 1)
     held = [pool.allocate(f"held {place}", BLOCK_SIZE) for place in range(16)]
     for table in held[::2]:
         pool.free(table)
-    return pool, int(spare.slots(np.array(0)))
+    return pool
 
 
 def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: int = 0) -> Piece:
@@ -101,33 +105,15 @@ class Inputs:
         return cls(q, k, v, torch.randn(shape.heads).to(shape.dtype) if shape.sinks else None)
 
 
-def attend(
-    function: Callable[..., Tensor], batch: PackedBatch, layer: Inputs, pool: KVPool, spare: int, shape: Shape
-) -> Tensor:
-    """The rows' attention by an implementation of the operator, padded to a bucket: (T, H, V)."""
+def attend(function: Callable[..., Tensor], batch: PackedBatch, rows: Inputs, pool: KVPool, shape: Shape) -> Tensor:
+    """The rows' attention by an implementation of the kernel, padded to a bucket: (T, H, V)."""
     table = RowTable.of(batch.tails)
-    bucket = Bucket.of(batch, table)
-    group = shape.heads // shape.kv.kv_heads
-    inputs = StepInputs(bucket, group=group, spare=spare, block_size=pool.block_size)
+    inputs = StepInputs(Bucket.of(batch, table), shape.group, pool)
     inputs.fill(batch, table)
-    padding = bucket.rows - len(batch.tokens)
-    rows: list[Any] = [
-        torch.cat((part, part.new_ones(padding, *part.shape[1:]))) for part in (layer.q, layer.k, layer.v)
-    ]
-    out = function(
-        *rows,
-        *pool.layers[0],
-        layer.sinks,
-        inputs.new_slots,
-        inputs.session,
-        inputs.paged,
-        inputs.length,
-        inputs.tail,
-        inputs.table,
-        inputs.tiles,
-        pool.block_size,
-        shape.window,
-        shape.kv.key_dim**-0.5,
-        shape.softcap,
+    count = len(batch.tokens)
+    padded = (
+        torch.cat((part, part.new_ones(inputs.bucket.rows - count, *part.shape[1:])))
+        for part in (rows.q, rows.k, rows.v)
     )
-    return out[: len(batch.tokens)]
+    layer = Layer(0, shape.window, None, shape.softcap, rows.sinks)
+    return function(*padded, *pool.layers[0], inputs, layer)[:count]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,17 +20,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coppice.config.model_size import GIB, Context
-from coppice.engine.attention import read_layout, using
+from coppice.engine.attention import read_layout
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
 from coppice.engine.ordered import by_row, ordered
-from coppice.engine.rows import Ints, PackedBatch, Piece, RowTable, pack
+from coppice.engine.rows import PackedBatch, Piece, RowTable, pack
 from coppice.engine.sdpa import sdpa
-from coppice.engine.steps import Bucket, Steps, Taps, graph_buckets, padded
+from coppice.engine.steps import Bucket, Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE
 
-_RUN = 64  # words that are summed to one
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+R = TypeVar("R")
+_RUN = 512  # bytes, 64 words that are summed to one
 
 
 def fingerprint(model: nn.Module) -> bytes:
@@ -46,56 +45,41 @@ def fingerprint(model: nn.Module) -> bytes:
     with torch.inference_mode():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            words = _words(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-            end = len(words) // _RUN * _RUN
-            for sums in (words[:end].view(-1, _RUN).sum(1), words[end:]):
-                digest.update(sums.cpu().numpy().tobytes())
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            data = whole.contiguous().reshape(-1).view(torch.uint8)
+            if data.storage_offset() % 8:
+                data = data.clone()
+            end = len(data) // _RUN * _RUN
+            for part in (data[:end].view(torch.int64).view(-1, _RUN // 8).sum(1), data[end:]):
+                digest.update(part.cpu().numpy().tobytes())
     return digest.digest()
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """A tensor's bits as the widest integers that it can be cut into, (n,)."""
-    flat = tensor.contiguous().reshape(-1)
-    width = next(width for width in _WORDS if flat.nbytes % width == 0)
-    if flat.storage_offset() * flat.element_size() % width:
-        flat = flat.clone()
-    return flat.view(_WORDS[width])
-
-
-R = TypeVar("R")
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class Clock:
-    """Runs from its making on; on a CUDA device it measures what the device does, in the order of the stream."""
+    """Runs from its making to `stop`; on a CUDA device it measures what the device does, in the order of the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._began, self._ns = time.perf_counter_ns(), 0
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = _event(), _event()
-            self._events[0].record()
+        self._on_cuda, self._ns = device.type == "cuda", 0
+        if self._on_cuda:
+            self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._began.record()
+        else:
+            self._began_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
         """Let it run up to here."""
-        if self._events:
-            self._events[1].record()
+        if self._on_cuda:
+            self._ended.record()
         else:
-            self._ns = time.perf_counter_ns() - self._began
-
-    def wait(self) -> None:
-        """Return once a device has come as far as where it was stopped."""
-        if self._events:
-            self._events[1].synchronize()
+            self._ns = time.perf_counter_ns() - self._began_ns
 
     @property
     def ns(self) -> int:
-        """Nanoseconds it ran, once it was stopped. Waits as `wait` does."""
-        self.wait()
-        return int(self._events[0].elapsed_time(self._events[1]) * 1e6) if self._events else self._ns
+        """Nanoseconds it ran; waits until a device has come as far as where it was stopped."""
+        if self._on_cuda:
+            self._ended.synchronize()
+            return int(self._began.elapsed_time(self._ended) * 1e6)
+        return self._ns
 
 
 class Timed:
@@ -145,14 +129,12 @@ class EngineInfo:
 class ForwardOutput:
     """logits: (R, V). features: (T, len(feature_layers) * H), or None when none were asked for; both model dtype.
 
-    beside: the numbers that were sent along, where the logits are. On CUDA a forward may still be under way, and the
-    next one overwrites all three.
+    On CUDA a forward may still be under way, and the next one overwrites both.
     """
 
     logits: Tensor
     features: Tensor | None
     clock: Clock
-    beside: Tensor | None = None
 
     @property
     def forward_ns(self) -> int:
@@ -190,7 +172,7 @@ class Engine:
             device=model.device,
         )
         count = len(layout.layers)
-        self._taps = Taps(model, count)
+        self._tapped = TappedModel(model, count)
         self.tell: Callable[[PackedBatch], None] | None = None
         """has a model's other ranks do the forward that this one is about to do"""
         self.info = EngineInfo(
@@ -203,7 +185,7 @@ class Engine:
             feature_layers=default_feature_layers(count),
             weights_hash=weights_hash,
         )
-        self.steps = Steps(model, self.pool, layout.group, self._taps) if on_gpu else None
+        self.steps = Steps(self._tapped, self.pool, layout.group) if on_gpu else None
         """of a device; None: forwards attend by `_attention`"""
         self._attention = ordered if invariant else sdpa
         if not (invariant and on_gpu):
@@ -221,19 +203,17 @@ class Engine:
             merge_launches(model)
         # Their inputs are hidden states that hooks keep.
         output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        call_directly(model, {*self._taps.layers, output})
+        call_directly(model, {*self._tapped.layers, output})
 
     @property
     def on_device(self) -> bool:
         """Whether what a forward answers lies elsewhere than in the host's memory."""
         return self.pool.device.type != "cpu"
 
-    def forward(self, batch: PackedBatch, beside: Ints | None = None) -> ForwardOutput:
+    def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
-        The tables have room for the rows of all pieces. beside: numbers for whoever reads the output, at most BESIDE a
-        row, which come to a device with what the forward reads. Raises ValueError for feature layers the model does
-        not have.
+        The tables have room for the rows of all pieces. Raises ValueError for feature layers the model does not have.
         """
         for index in batch.feature_layers:
             # The last hidden state is left out: transformers gives it after the final norm.
@@ -242,29 +222,20 @@ class Engine:
         if self.tell is not None:
             self.tell(batch)
         if self.steps is not None:
-            return self._step(self.steps, batch, beside)
-        # All rows wanted is the common case, and then nothing needs picking.
-        keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
+            return self._step(self.steps, batch)
         with torch.inference_mode():
             attention = self._attention(batch.tails, self.pool)
-            clock = Clock(self.pool.device)
-            self._taps.tap(batch.feature_layers)
-            with using(attention):
-                logits = self.model(
-                    input_ids=batch.tokens[None],
-                    attention_mask=_present(len(batch.tokens)),
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    logits_to_keep=keep,
-                ).logits
-            clock.stop()
-            features = self._taps.take()
-        return ForwardOutput(logits[0], features, clock, None if beside is None else torch.from_numpy(beside))
+        # All rows wanted is the common case, and then nothing needs picking.
+        keep = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
+        clock = Clock(self.pool.device)
+        logits, features = self._tapped(attention, batch.tokens, batch.positions, keep, batch.feature_layers)
+        clock.stop()
+        return ForwardOutput(logits, features, clock)
 
-    def _step(self, steps: Steps, batch: PackedBatch, beside: Ints | None) -> ForwardOutput:
+    def _step(self, steps: Steps, batch: PackedBatch) -> ForwardOutput:
         table = RowTable.of(batch.tails)
         step = steps.step(Bucket.of(batch, table), batch.feature_layers)
-        sent = step.inputs.fill(batch, table, beside)
+        step.inputs.fill(batch, table)
         clock = Clock(self.pool.device)
         logits, features = step()
         clock.stop()
@@ -273,12 +244,11 @@ class Engine:
             chosen = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
             features = torch.cat(chosen, dim=-1) if chosen else None
         kept, rows = len(batch.logits_to_keep), len(batch.tokens)
-        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock, sent)
+        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock)
 
     def capture(self) -> str:
-        """Have a CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
-        if self.steps is None:
-            return "the CPU replays nothing"
+        """Have the CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
+        assert self.steps is not None
         blocks = padded(-(-min(self.info.max_context, self.pool.spare) // self.pool.block_size))
         return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
 
@@ -298,18 +268,10 @@ class Engine:
                 took: list[int] = []
                 for _ in range(repeats):
                     start = time.perf_counter_ns()
-                    self.forward(batch).clock.wait()
+                    _ = self.forward(batch).forward_ns  # waits for a device
                     took.append(time.perf_counter_ns() - start)
             timings[count] = int(statistics.median(took))
         return timings
-
-
-@lru_cache(256)
-def _present(rows: int) -> Tensor:
-    """(1, rows) true. Says that nothing is padding; without it transformers searches the positions for packed texts of
-    its own.
-    """
-    return torch.ones(1, rows, dtype=torch.bool)
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:

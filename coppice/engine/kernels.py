@@ -1,4 +1,4 @@
-"""Kernels in Triton's language: tree attention, rotary embeddings and gates.
+"""Kernels in Triton's language: tree attention and rotary embeddings.
 
 Tree attention is three launches: new keys and values are written, parts of rows' keys summed, parts joined.
 
@@ -8,7 +8,7 @@ is summed from nothing and then joined, in order, so that sums are the same bits
 borders follow from the row's own length and the layer's window: a row's bits depend on the keys it sees alone, not on
 the other rows, nor on whether its ancestors are drafted or committed, nor on where they lie.
 
-Rotations and gates round where transformers' operators round, and so their bits are the same.
+Rotations round where transformers' operators round, and so their bits are the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coppice.engine.attention import Layer
 from coppice.engine.rows import KEY_BLOCK, MOST_SPLITS, TILE, most_splits, tail_blocks
 
 N = tl.constexpr(KEY_BLOCK)
 SPLITS = tl.constexpr(MOST_SPLITS)
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
-_COLUMNS = 1024  # of a gate's row that one program computes
 
 
 @triton.jit
@@ -168,10 +168,11 @@ def join_parts(
     tl.store(out + at + e, result.to(out.dtype.element_ty), e < V)
 
 
-def shape_of(q: Tensor, keys: Tensor, values: Tensor, tail: Tensor, table: Tensor, block_size: int) -> dict[str, Any]:
-    """What sum_parts is compiled for, but for scores."""
+def shape_of(q: Tensor, values: Tensor, inputs: Any) -> dict[str, Any]:
+    """What sum_parts is compiled for, but for scores. inputs: StepInputs."""
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, values.shape
-    blocks, most = table.shape[1], tail_blocks(tail.shape[1])
+    _, _, tail, blocks, _ = inputs.bucket
+    block_size, most = inputs.pool.block_size, tail_blocks(tail)
     whole, widest = q.dtype == torch.float32, triton.next_power_of_2(max(dim, value_dim))
     cuts = 4 if whole and widest > 64 else 1  # so that no register is spilled
     return {
@@ -183,7 +184,7 @@ def shape_of(q: Tensor, keys: Tensor, values: Tensor, tail: Tensor, table: Tenso
         "VP": max(16, triton.next_power_of_2(value_dim)),
         "M": max(TILE, triton.next_power_of_2(heads // kv_heads)) // cuts,
         "CUTS": cuts,
-        "W": tail.shape[1],
+        "W": tail,
         "P": blocks,
         "BS": block_size,
         "TAIL": most,
@@ -201,46 +202,28 @@ def programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    new_slots: Tensor,
-    session: Tensor,
-    paged: Tensor,
-    length: Tensor,
-    tail: Tensor,
-    table: Tensor,
-    tiles: Tensor,
-    block_size: int,
-    window: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, inputs: Any, layer: Layer) -> Tensor:
     """Attention of rows that each see a text of their own.
 
     q (T, H, D), k (T, KVH, D) and v (T, KVH, V) of the rows, whose last dimensions are contiguous, written to a layer's
-    keys (slots, KVH, D) and values (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0. sinks: (H,) scores
-    of a key of value zero. window: positions seen back, the row's own included; 0 is all. softcap: 0 is none. The
-    others are those of StepInputs.
+    keys (slots, KVH, D) and values (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0. inputs: StepInputs.
     """
-    shape = shape_of(q, keys, values, tail, table, block_size)
+    shape, sinks, softcap = shape_of(q, values, inputs), layer.sinks, layer.softcap or 0.0
+    scale = shape["D"] ** -0.5 if layer.scaling is None else layer.scaling
+    session, paged, length = inputs.session, inputs.paged, inputs.length
     rows, heads, kv_heads, value_dim = len(q), shape["H"], shape["KVH"], shape["V"]
     padded = {name: shape[name] for name in ("V", "VP")}
     write[(rows,)](
-        k, v, keys, values, new_slots, *k.stride()[:2], *v.stride()[:2], **padded,
+        k, v, keys, values, inputs.new_slots, *k.stride()[:2], *v.stride()[:2], **padded,
         KVH=kv_heads, D=shape["D"], KVHP=triton.next_power_of_2(kv_heads), DP=shape["DP"],
     )  # fmt: skip
     places = (rows, heads, shape["PARTS"])
     tops, weights = q.new_empty(2, *places, dtype=torch.float32)
     sums = q.new_empty(*places, value_dim, dtype=torch.float32)
-    reach = window or 1 << 30
+    reach = layer.window or 1 << 30
     sum_parts[(programs(q.device),)](
-        q, keys, values, session, paged, length, tail, table, tiles, sums, tops, weights, *q.stride()[:2], reach, scale,
-        softcap, **shape, CAPPED=softcap > 0,
+        q, keys, values, session, paged, length, inputs.tail, inputs.table, inputs.tiles, sums, tops, weights,
+        *q.stride()[:2], reach, scale, softcap, **shape, CAPPED=softcap > 0,
     )  # fmt: skip
     out = q.new_empty(rows, heads, value_dim)
     join_parts[(rows, heads)](
@@ -291,25 +274,3 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         HALF=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
-
-
-@triton.jit
-def _gate(gate, up, out, gate_row, up_row, columns, COLUMNS: tl.constexpr):
-    row, at = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
-    kind = gate.dtype.element_ty
-    opened = tl.load(gate + row * gate_row + at, inside).to(tl.float32)
-    opened = (opened / (1 + tl.exp(-opened))).to(kind).to(tl.float32)
-    values = tl.load(up + row * up_row + at, inside).to(tl.float32)
-    tl.store(out + row * columns + at, (opened * values).to(kind), inside)
-
-
-def gate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, (..., N) each, whose rows may be parts of wider ones."""
-    columns = gate.shape[-1]
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gate, up = gate.flatten(0, -2), up.flatten(0, -2)
-    _gate[gate.shape[0], triton.cdiv(columns, _COLUMNS)](
-        gate, up, out, gate.stride(0), up.stride(0), columns, COLUMNS=_COLUMNS, enable_fp_fusion=False
-    )
-    return out

@@ -21,7 +21,6 @@ from coppice.config.model_folder import disagreements, ends_line, text_config, t
 from coppice.config.model_size import FLOATS
 from coppice.engine.attention import UnsupportedModel, one_line, read_layout
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.modules import compile_ahead
 from coppice.engine.self_check import check_invariant, self_check
 from coppice.errors import CoppiceError, Status
 
@@ -73,7 +72,6 @@ def load_engine(
         if invariant:
             engine.bits_hash = check_invariant(engine)
     _release_files(folder)
-    compile_ahead(engine.model)
     return engine
 
 

@@ -7,20 +7,18 @@ float32 layers go to MKL, which is slow on AMD's processors: on an EPYC with AVX
 half to a third of its time. Which of the two multiplies is a matter of the processor, not of a timing: replicas answer
 with the same bits.
 
-For every number of rows oneDNN compiles kernels, half a megabyte a layer's shape, and keeps a thousand of them. So
-numbers of rows above 16 are rounded up to one of four between two powers of two, and compiled for ahead of time.
+For every number of rows oneDNN compiles kernels, in 0.3 ms and half a megabyte a layer's shape, and keeps a thousand of
+them. So numbers of rows above 16 are rounded up to one of four between two powers of two.
 
 Launches. A launch costs the host and the GPU some microseconds, whatever it computes. Written in transformers'
-operators, a norm is eight launches, the rotation of queries and keys ten, and a gate two; a layer of Qwen3 has four
-norms.
+operators, a norm is eight launches and the rotation of queries and keys ten; a layer of Qwen3 has four norms.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeGuard
 
@@ -35,11 +33,10 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """names of layers that are called with the same input"""
 EXACT = 16
 """rows up to which kernels are compiled for every number"""
-MOST, AHEAD_S = 1024, 0.5
-"""rows up to which kernels are compiled ahead of time, and for how long"""
+MOST = 1024
+"""rows up to which numbers of rows are rounded"""
 _ROTATE = "apply_rotary_pos_emb"  # the global of transformers' modules that rotates queries and keys
 _ROUNDING = 1e-5
-Forward = Callable[..., Any]
 
 _multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
@@ -52,7 +49,7 @@ def compiled_rows(rows: int) -> int:
 
 
 _PADDING = {rows: compiled_rows(rows) - rows for rows in range(1, MOST + 1) if compiled_rows(rows) > rows}
-"""rows that are added to so many, where any are; beyond MOST nothing is compiled ahead, and nothing added"""
+"""rows that are added to so many, where any are"""
 
 
 class PackedLinear(nn.Linear):
@@ -154,26 +151,6 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in fused.union(model.parameters(), model.buffers()))
 
 
-def compile_ahead(model: nn.Module) -> None:
-    """Have oneDNN compile for a packed model's layers, for small numbers of rows first, while little time has passed.
-
-    Where it stops, the first forward with another number of rows takes longer: 0.3 ms for each shape here.
-    """
-    matrices = [
-        (layer.fused.weight, layer.fused.bias) if isinstance(layer, FusedLinear) else (layer.weight, layer.bias)
-        for layer in model.modules()
-        if isinstance(layer, (PackedLinear, FusedLinear))
-    ]
-    shapes = {(weight.shape, weight.dtype, bias is None): (weight, bias) for weight, bias in matrices}
-    until = time.perf_counter() + AHEAD_S
-    with torch.inference_mode():
-        for rows in sorted({compiled_rows(rows) for rows in range(1, MOST + 1)}):
-            for weight, bias in shapes.values():
-                if time.perf_counter() > until:
-                    return
-                _multiply(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias, "none", [], "")
-
-
 def _packs(layer: nn.Module | None, classes: tuple[type, ...] = (nn.Linear,)) -> TypeGuard[nn.Linear]:
     """Whether it is of these classes, and oneDNN would read its weight in a form that it does not have yet."""
     if layer is None or type(layer) not in classes or "forward" in layer.__dict__:
@@ -206,7 +183,7 @@ def pays(dtype: torch.dtype) -> bool:
 
 
 def merge_launches(model: nn.Module) -> None:
-    """Have a model's norms, rotations and gates run in one launch each on CUDA, and elsewhere as before.
+    """Have the norms and rotations of a model on CUDA run in one launch each.
 
     A part is replaced only if it answers a probe as the merged form does, whatever its class is called; others, such as
     Gemma's norms, stay as they are.
@@ -217,25 +194,22 @@ def merge_launches(model: nn.Module) -> None:
             if kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__:
                 continue
             if (eps := _epsilon(module)) is not None:
-                module.__class__ = _replaced(kind, _normalising(kind, eps))
-            elif _is_gated(module):
-                module.__class__ = _replaced(kind, _gating(kind))
-            elif (forward := _rotating(kind)) is not None:
-                module.__class__ = _replaced(kind, forward)
+                module.__class__ = _normalising(kind, eps)
+            elif (merged := _rotating(kind)) is not None:
+                module.__class__ = merged
 
 
-@cache
-def _replaced(kind: Any, forward: Forward) -> Any:
-    """The class with another `forward`."""
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+def derived(kind: Any, **methods: Any) -> Any:
+    """The class with other methods, under its own name."""
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
 
 
-def _launches(tensor: Tensor) -> bool:
-    """Whether a kernel of ours is to be launched for it now."""
-    return tensor.is_cuda
-
-
-# Norms.
+def _tried(function: Callable[..., Any], *inputs: Any) -> Any:
+    """What a function answers; None where it takes something else."""
+    try:
+        return function(*inputs)
+    except Exception:
+        return None
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -244,84 +218,51 @@ def _epsilon(module: nn.Module) -> float | None:
     """
     weight = module._parameters.get("weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = [*module._parameters, *module._buffers, *module._modules]
-    if names != ["weight"] or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    if len(list(module.children())) or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     random = torch.Generator().manual_seed(0)
     probe = copy.copy(module)
     # Weights of both signs, and numbers so small that the epsilon counts.
     probe._parameters = {"weight": nn.Parameter(torch.randn(weight.shape, generator=random), requires_grad=False)}
     states = torch.randn(2, 3, len(weight), generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
-    try:
-        answer = probe(states)
-    except Exception:  # it takes something else
-        return None
     expected = F.rms_norm(states, weight.shape, probe._parameters["weight"], eps)
-    return eps if torch.allclose(answer, expected, rtol=_ROUNDING, atol=_ROUNDING) else None
+    answer = _tried(probe, states)
+    same = answer is not None and torch.allclose(answer, expected, rtol=_ROUNDING, atol=_ROUNDING)
+    return eps if same else None
 
 
 @cache
-def _normalising(kind: Any, eps: float) -> Forward:
+def _normalising(kind: Any, eps: float) -> Any:
+    """The class of a norm in one launch."""
+
     def forward(self: Any, hidden_states: Tensor) -> Any:
         """(..., N) -> (..., N)."""
         weight = self.weight
-        if _launches(hidden_states) and hidden_states.dtype is weight.dtype:
+        if hidden_states.dtype is weight.dtype:
             return F.rms_norm(hidden_states, weight.shape, weight, eps)
         return kind.forward(self, hidden_states)
 
-    return forward
-
-
-# Gates.
-
-
-def _is_gated(module: Any) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)), also of large numbers, which some models clamp."""
-    parts = module._modules
-    if not {"gate_proj", "up_proj", "down_proj"} <= parts.keys() or not isinstance(parts["gate_proj"], nn.Linear):
-        return False
-    gate = parts["gate_proj"]
-    weight = gate.weight
-    states = torch.randn(2, gate.in_features, generator=torch.Generator().manual_seed(0)).to(weight.device)
-    for scale in (1.0, 100.0):
-        probe = (scale * states).to(weight.dtype)[None]
-        try:
-            answer = module(probe)
-        except Exception:  # it takes something else
-            return False
-        if not torch.equal(answer, module.down_proj(F.silu(gate(probe)) * module.up_proj(probe))):
-            return False
-    return True
+    return derived(kind, forward=forward)
 
 
 @cache
-def _gating(kind: Any) -> Forward:
-    def forward(self: Any, hidden_states: Tensor) -> Any:
-        """(..., H) -> (..., H)."""
-        if not _launches(hidden_states):
-            return kind.forward(self, hidden_states)
-        from coppice.engine import kernels
-
-        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        return self.down_proj(kernels.gate(gate, up))
-
-    return forward
-
-
-# Rotations.
-
-
-@cache
-def _rotating(kind: Any) -> Forward | None:
-    """The class's `forward` with the rotation in one launch; None where it has none, or another one."""
+def _rotating(kind: Any) -> Any:
+    """The class with the rotation in its `forward` in one launch; None where it has none, or another one."""
     forward: Any = kind.forward
     code = getattr(forward, "__code__", None)
     if code is None or _ROTATE not in code.co_names or not _rotates_halves(stock := forward.__globals__.get(_ROTATE)):
         return None
-    names = {**forward.__globals__, _ROTATE: partial(_rotate, stock)}
+
+    def rotate_in_one(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        whole = cos.shape == (1, query.shape[2], query.shape[3]) and query.dtype == key.dtype == cos.dtype
+        if more or named or not whole:
+            return stock(query, key, cos, sin, *more, **named)
+        return rotate(query, key, cos, sin)
+
+    names = {**forward.__globals__, _ROTATE: rotate_in_one}
     merged = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
     merged.__kwdefaults__ = forward.__kwdefaults__
-    return merged
+    return derived(kind, forward=merged)
 
 
 def _rotates_halves(stock: Any) -> bool:
@@ -330,23 +271,16 @@ def _rotates_halves(stock: Any) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         query, key = (torch.randn(1, heads, 5, 8, generator=random, dtype=dtype) for heads in (4, 2))
         cos, sin = torch.randn(2, 1, 5, 8, generator=random, dtype=dtype)
-        try:
-            answers = stock(query, key, cos, sin)
-        except Exception:  # it takes something else
-            return False
-        for answer, states in zip(answers, (query, key), strict=True):
+        for answer, states in zip(_tried(stock, query, key, cos, sin) or (None, None), (query, key), strict=True):
             first, second = states.chunk(2, dim=-1)
-            if not torch.equal(answer, states * cos + torch.cat((-second, first), dim=-1) * sin):
+            if answer is None or not torch.equal(answer, states * cos + torch.cat((-second, first), dim=-1) * sin):
                 return False
     return True
 
 
-def _rotate(stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-    """query (1, H, T, D), key (1, KVH, T, D), cos and sin (1, T, D) -> query and key, rotated."""
-    whole = cos.shape == (1, query.shape[2], query.shape[3]) and query.dtype == key.dtype == cos.dtype
-    if more or named or not whole or not _launches(query):
-        return stock(query, key, cos, sin, *more, **named)
-    from coppice.engine import kernels
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.rotate`, of which see there."""
+    from coppice.engine import kernels  # Triton comes with torch for CUDA only
 
     return kernels.rotate(query, key, cos, sin)
 
@@ -373,6 +307,6 @@ def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
 
 
 @cache
-def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+def _direct(kind: Any) -> Any:
     """The class with its `forward` as the call."""
-    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})
+    return derived(kind, __call__=kind.forward)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from coppice.engine.attention import Attention, Layer, Parts
 from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.modules import derived
 from coppice.engine.rows import Bools, Ints, Tail, reach
 from coppice.engine.sdpa import MOST_PADDED
 
@@ -84,7 +85,7 @@ def _by_rows(kind: Any) -> Any:
         """(..., N) -> (..., N)."""
         return by_rows(lambda some: kind.forward(self, some), states)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return derived(kind, forward=forward)
 
 
 @dataclass(frozen=True)

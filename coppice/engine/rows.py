@@ -19,6 +19,7 @@ from coppice.engine.kv_cache import BlockTable
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NOTHING: Ints = np.zeros(0, np.int64)
 
 # How a device cuts the keys of rows into parts.
 KEY_BLOCK = 64

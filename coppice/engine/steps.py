@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,12 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from coppice.engine.attention import Layer, UnsupportedModel, one_line, using
+from coppice.engine.attention import Attention, Layer, UnsupportedModel, one_line, using
 from coppice.engine.kv_cache import KVPool
-from coppice.engine.rows import KEY_BLOCK, TILE, Ints, PackedBatch, RowTable, most_splits, tail_blocks
+from coppice.engine.rows import KEY_BLOCK, NOTHING, TILE, Ints, PackedBatch, RowTable, most_splits, tail_blocks
 
-BESIDE = 32
-"""numbers a row that may be sent along with a forward's inputs"""
 GRAPH_ROWS, GRAPH_TAIL = 256, 64
 """rows, and tail entries of a row, up to which steps are captured: with more rows a GPU takes longer than the host"""
 _STEPS = 32  # that are kept for buckets without a graph, the latest ones
@@ -67,14 +64,15 @@ class Bucket(NamedTuple):
 
 
 class StepInputs:
-    """What one forward reads, at fixed addresses on its device, whatever the batch.
+    """What one forward reads, at fixed addresses on its device, whatever the batch, and how its rows attend: by the
+    kernels, which read the pool through the sessions' tables.
 
     tokens, positions, new_slots: (rows,) int64. session, paged, length: (rows,) int32. tail: (rows, tail) int32, slots.
     table: (sessions, blocks) int32. keep: (kept,) int64. tiles: (1 + C, 3) int32, of which tiles[0, 0] are in use
     behind the first: first row, end row, and the part of the rows' keys, which is a key block of their tail, or above
-    tail_blocks(tail) a split. Padding rows have length 0 and write to the slot `spare`; what is kept is padded with
-    row 0. beside: int64, of no interest to the forward, for whoever reads its output. On a CUDA device
-    they are filled through pinned memory by one copy.
+    tail_blocks(tail) a split. Padding rows have length 0 and write to the pool's slot `spare`; what is kept is padded
+    with row 0. beside: (B,) int64, for whoever reads the forward's output. On a CUDA device they are filled through
+    pinned memory by one copy.
     """
 
     tokens: Tensor
@@ -89,24 +87,12 @@ class StepInputs:
     tiles: Tensor
     beside: Tensor
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        *,
-        group: int,
-        spare: int,
-        block_size: int,
-        device: torch.device | str = "cpu",
-        beside: int = 0,
-    ) -> None:
-        """Inputs of a model of at most `group` query heads a key head; nobody owns the slot `spare`.
-
-        beside: how many numbers are sent along at most, by default BESIDE a row.
-        """
-        self.bucket, self.group, self.spare = bucket, group, spare
+    def __init__(self, bucket: Bucket, group: int, pool: KVPool, beside: int = 0) -> None:
+        """Inputs of a model of at most `group` query heads a key head. beside: B, how many numbers are sent along."""
+        self.bucket, self.group, self.pool = bucket, group, pool
         rows, sessions, tail, blocks, kept = bucket
         tiles = min(rows, (rows + sessions * (tile_rows(group) - 1)) // tile_rows(group))
-        splits = int(most_splits(-(-blocks * block_size // KEY_BLOCK)))
+        splits = int(most_splits(-(-blocks * pool.block_size // KEY_BLOCK)))
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             **dict.fromkeys(("tokens", "positions", "new_slots"), ((rows,), torch.int64)),
             **dict.fromkeys(("session", "paged", "length"), ((rows,), torch.int32)),
@@ -114,14 +100,14 @@ class StepInputs:
             "table": ((sessions, blocks), torch.int32),
             "keep": ((kept,), torch.int64),
             "tiles": ((1 + tiles * splits + rows * tail_blocks(tail), 3), torch.int32),
-            "beside": ((beside or rows * BESIDE,), torch.int64),
+            "beside": ((beside,), torch.int64),
         }
         # Parts of one buffer, each at a multiple of 16 bytes, as wide loads want; on the CPU it is its own copy.
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         ends = np.cumsum([-(-size // 16) * 16 for size in sizes]).tolist()
-        on_cuda = torch.device(device).type == "cuda"
+        on_cuda = pool.device.type == "cuda"
         self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=on_cuda)
-        self._device = self._host.to(device)
+        self._device = self._host.to(pool.device)
         self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._arrays: dict[str, NDArray[Any]] = {}
         for start, size, (name, (shape, dtype)) in zip((0, *ends), sizes, layout.items(), strict=False):
@@ -129,12 +115,7 @@ class StepInputs:
             self._arrays[name] = here.numpy()
             setattr(self, name, there)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are copied to the device for a forward, but for those beside its inputs."""
-        return self._host.nbytes - self._arrays["beside"].nbytes
-
-    def fill(self, batch: PackedBatch, table: RowTable, beside: Ints | None = None) -> Tensor | None:
+    def fill(self, batch: PackedBatch, table: RowTable, beside: Ints = NOTHING) -> Tensor:
         """Take a batch, which the bucket holds, and what its rows see; returns where the numbers `beside` them are."""
         if self._copied is not None:
             self._copied.synchronize()  # the latest copy has read what is written now
@@ -151,16 +132,14 @@ class StepInputs:
             *((name, getattr(table, name)) for name in ("new_slots", "session", "paged", "length")),
         ):
             into[name][: len(values)] = values
-            into[name][len(values) :] = self.spare if name == "new_slots" else 0
-        size = self.nbytes
-        if beside is not None:
-            into["beside"][: len(beside)] = beside
-            size += beside.nbytes
+            into[name][len(values) :] = self.pool.spare if name == "new_slots" else 0
+        into["beside"][: len(beside)] = beside
+        size = self._host.nbytes - into["beside"].nbytes + beside.nbytes
         if self._device is not self._host:
             self._device[:size].copy_(self._host[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return None if beside is None else self.beside[: len(beside)]
+        return self.beside[: len(beside)]
 
     def narrowed(self, rows: int) -> StepInputs:
         """The same of the first rows alone, for a forward that is not padded."""
@@ -168,6 +147,11 @@ class StepInputs:
         for name in ("new_slots", "session", "paged", "length", "tail"):
             setattr(some, name, getattr(self, name)[:rows])
         return some
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
+        rows = (states[0].transpose(0, 1) for states in (query, key, value))
+        return tree_attention(*rows, *self.pool.layers[layer.number], self, layer)[None]
 
     def _tiles(self, table: RowTable) -> Ints:
         """(C, 3): the rows and parts of their keys that are worked on together, those of most work first."""
@@ -191,38 +175,6 @@ def _ranges(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-@dataclass(frozen=True)
-class TreeAttention:
-    """How the rows in some inputs attend: by the kernels, which read the pool through the sessions' tables."""
-
-    inputs: StepInputs
-    pool: KVPool
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
-        inputs, (keys, values) = self.inputs, self.pool.layers[layer.number]
-        out: Tensor = tree_attention(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            keys,
-            values,
-            layer.sinks,
-            inputs.new_slots,
-            inputs.session,
-            inputs.paged,
-            inputs.length,
-            inputs.tail,
-            inputs.table,
-            inputs.tiles,
-            self.pool.block_size,
-            layer.window or 0,
-            query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling,
-            layer.softcap or 0.0,
-        )
-        return out[None]
-
-
 def tree_attention(*inputs: Any) -> Tensor:
     """`kernels.tree_attention`, of which see there."""
     from coppice.engine import kernels  # Triton comes with torch for CUDA only
@@ -230,20 +182,38 @@ def tree_attention(*inputs: Any) -> Tensor:
     return kernels.tree_attention(*inputs)
 
 
-class Taps:
-    """Hooks on a model's decoder layers: layer i's input is hidden_states[i]."""
+class TappedModel:
+    """A model whose forward also answers hidden states: layer i's input is hidden_states[i]."""
 
     def __init__(self, model: PreTrainedModel, count: int) -> None:
-        """Of a model with `count` layers. Raises UnsupportedModel."""
-        self.layers = decoder_layers(model, count)
+        """Of `count` decoder layers. Raises UnsupportedModel."""
+        self.model, self.layers = model, decoder_layers(model, count)
         self._tapped: tuple[int, ...] = ()
         self._handles: list[RemovableHandle] = []  # one for each of `_tapped`
         self._hidden: dict[int, Tensor] = {}
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def __call__(
+        self, attention: Attention, tokens: Tensor, positions: Tensor, keep: Tensor | int, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (R, V) of the rows `keep`, 0 for all of the (T,) tokens, and (T, n * H) of the n tapped layers' inputs
+        side by side; None where there are none.
+        """
+        if layers != self._tapped:
+            self._tap(layers)
+        with torch.inference_mode(), using(attention):
+            logits = self.model(
+                input_ids=tokens[None],
+                attention_mask=_present(len(tokens), tokens.device),
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            ).logits
+            states = [self._hidden[index] for index in layers]
+            self._hidden.clear()
+            return logits[0], torch.cat(states, dim=-1)[0] if states else None
+
+    def _tap(self, layers: tuple[int, ...]) -> None:
         """Have the next forwards keep these layers' inputs. Most keep those of the one before."""
-        if layers == self._tapped:
-            return
         for handle in self._handles:
             handle.remove()
 
@@ -255,11 +225,13 @@ class Taps:
 
         self._tapped, self._handles = layers, [hook(index) for index in layers]
 
-    def take(self) -> Tensor | None:
-        """(T, n * H) of the last forward's n tapped layers, side by side; None where there are none."""
-        states = [self._hidden[index] for index in self._tapped]
-        self._hidden.clear()
-        return torch.cat(states, dim=-1)[0] if states else None
+
+@cache
+def _present(rows: int, device: torch.device) -> Tensor:
+    """(1, rows) true. Says that nothing is padding; without it transformers searches the positions for packed texts of
+    its own.
+    """
+    return torch.ones(1, rows, dtype=torch.bool, device=device)
 
 
 def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
@@ -273,34 +245,12 @@ def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
-class Output(NamedTuple):
-    """What a step answers; its rows behind the batch's own mean nothing.
-
-    logits: (kept, V). features: (rows, len(feature_layers) * H), None for no feature layers.
-    """
-
-    logits: Tensor
-    features: Tensor | None
-
-
 class Step:
     """The forward of a model over the inputs of one bucket, with the same hidden states tapped in every call."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        pool: KVPool,
-        group: int,
-        taps: Taps,
-        bucket: Bucket,
-        feature_layers: tuple[int, ...],
-    ) -> None:
-        """group: the most query heads that a layer has for each key head."""
-        self._model, self._taps, self.feature_layers = model, taps, feature_layers
-        self.inputs = StepInputs(bucket, group=group, spare=pool.spare, block_size=pool.block_size, device=pool.device)
-        self.inputs.new_slots.fill_(pool.spare)  # a step that is run without a batch harms nobody
-        self._attention = TreeAttention(self.inputs, pool)
-        self._present = torch.ones(1, bucket.rows, dtype=torch.bool, device=pool.device)  # no token is padding
+    def __init__(self, model: TappedModel, inputs: StepInputs, feature_layers: tuple[int, ...]) -> None:
+        self._model, self.inputs, self.feature_layers = model, inputs, feature_layers
+        inputs.new_slots.fill_(inputs.pool.spare)  # a step that is run without a batch harms nobody
         self.graph: Any = None
         """which replays it in one launch, once it was captured"""
 
@@ -308,24 +258,18 @@ class Step:
         """Whether it holds batches of a bucket, and leaves at least these hidden states."""
         return self.inputs.bucket.holds(bucket) and set(feature_layers) <= set(self.feature_layers)
 
-    def __call__(self) -> Output:
-        """Run it; the next step overwrites the output."""
+    def __call__(self) -> tuple[Tensor, Tensor | None]:
+        """Logits (kept, V), and features (rows, len(feature_layers) * H) where there are any layers; rows behind the
+        batch's own mean nothing, and the next step overwrites both.
+        """
         if self.graph is None:
             return self._run()
         self.graph.replay()
         return self._output
 
-    def _run(self) -> Output:
-        self._taps.tap(self.feature_layers)
-        with torch.inference_mode(), using(self._attention):
-            logits: Tensor = self._model(
-                input_ids=self.inputs.tokens[None],
-                attention_mask=self._present,
-                position_ids=self.inputs.positions[None],
-                use_cache=False,
-                logits_to_keep=self.inputs.keep,
-            ).logits
-            return Output(logits[0], self._taps.take())
+    def _run(self) -> tuple[Tensor, Tensor | None]:
+        inputs = self.inputs
+        return self._model(inputs, inputs.tokens, inputs.positions, inputs.keep, self.feature_layers)
 
     def capture(self, pool: Any) -> None:
         """Record it. pool: memory of another graph, whose output is read before this one runs; None for its own.
@@ -347,12 +291,12 @@ class Step:
 class Steps:
     """A step of a model for every batch: a graph where one holds it, else operator by operator in the least bucket."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, group: int, taps: Taps) -> None:
+    def __init__(self, model: TappedModel, pool: KVPool, group: int) -> None:
         """group: the most query heads that a layer has for each key head."""
         self.captured: list[Step] = []  # the smallest first
 
         def make(bucket: Bucket, feature_layers: tuple[int, ...]) -> Step:
-            return Step(model, pool, group, taps, bucket, feature_layers)
+            return Step(model, StepInputs(bucket, group, pool), feature_layers)
 
         self._make, self._eager = make, lru_cache(_STEPS)(make)
 

@@ -146,8 +146,7 @@ class Head(ABC):
     def warm_up(self) -> None:
         """Draft some made-up trees, so that the first real ones take no longer than later ones.
 
-        Libraries prepare for every new number of rows, beside packed layers (`compile_ahead`) in all else that they
-        compute: up to 25 ms a draft here, both together.
+        Libraries prepare for every new number of rows: up to 25 ms a draft here.
         """
         key, length = -1, WARM_IDS
         opening = OpenDraft("", [0] * length, SamplingParams(), features=self.blank_features(0, length))

@@ -28,13 +28,13 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.engine.engine import DTYPES, Timed
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
-from coppice.engine.modules import compile_ahead, prepack
-from coppice.engine.rows import Tail
+from coppice.engine.modules import prepack
+from coppice.engine.rows import NOTHING, Tail
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
 from coppice.heads.models.layers import DraftModel
-from coppice.heads.ranking import NOTHING, Noise, Ranking, noise_there, places, target_ids
+from coppice.heads.ranking import Noise, Ranking, noise_there, places, target_ids
 from coppice.heads.rows import FeatureSession, Inputs, LastDraft, RowInputs, Rows, join
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, in_deployed, numbers_in, sketch_of, variant_name
@@ -163,7 +163,6 @@ class FeatureHead(Head):
         model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         prepack(model)
         model.freeze()
-        compile_ahead(model)
         self.variants = VariantModels({0: model}, Routes())
         self.ranking = Ranking(target_ids(model, config).to(device), settings.alpha, settings.beta)
         pool = KVPool(

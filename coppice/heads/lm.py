@@ -191,12 +191,12 @@ class LanguageModelHead(Head):
         noisy = [tree for tree in active if tree.noisy] if self.engine.on_device else []
         depth = 0
         while active:
-            pieces = pack([self._piece(tree, depth) for tree in active])
-            output = self.engine.forward(pieces, places([tree.job for tree in noisy]) if depth == 0 else None)
+            output = self.engine.forward(pack([self._piece(tree, depth) for tree in active]))
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
-            if depth == 0 and noisy and output.beside is not None:
-                noises = noise_there(output.beside, self.settings.depth, self._ids)
+            if depth == 0 and noisy:
+                there = torch.from_numpy(places([tree.job for tree in noisy])).to(self._ids.device)
+                noises = noise_there(there, self.settings.depth, self._ids)
                 for tree, its_noise in zip(noisy, noises, strict=True):
                     tree.noise = its_noise
             depth += 1

@@ -16,8 +16,6 @@ from coppice.heads.base import DraftJob
 from coppice.heads.models.layers import HeadConfig, largest
 from coppice.speculation import sampling, sampling_torch
 
-NOTHING = np.zeros(0, np.int64)
-
 
 def places(jobs: Sequence[DraftJob]) -> NDArray[np.int64]:
     """(2 * J,): the seeds' bits of jobs, and the positions that their first drafted tokens would stand at."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from coppice.engine.attention import Attention, Layer
 from coppice.engine.kv_cache import BlockTable, KVPool
-from coppice.engine.rows import PackedBatch, RowTable, Tail
+from coppice.engine.rows import NOTHING, Ints, PackedBatch, RowTable, Tail
 from coppice.engine.sdpa import sdpa
-from coppice.engine.steps import Bucket, StepInputs, TreeAttention, padded
+from coppice.engine.steps import Bucket, StepInputs, padded
 from coppice.heads.base import DraftJob
 from coppice.heads.models.layers import Attend
 from coppice.heads.ranking import Noise
@@ -118,8 +118,6 @@ def join(parts: Sequence[Rows]) -> Rows:
     )
 
 
-Ints = NDArray[np.int64]
-_NOTHING: Ints = np.zeros(0, np.int64)
 _INPUTS = 16  # that are kept, the latest ones
 
 
@@ -143,7 +141,7 @@ class RowInputs:
         self.pool, self.embedding, self._group, self._layers = pool, embedding, group, layers
         self._on_device = lru_cache(_INPUTS)(self._made)
 
-    def make(self, rows: Rows, beside: Ints = _NOTHING) -> Inputs:
+    def make(self, rows: Rows, beside: Ints = NOTHING) -> Inputs:
         """Inputs of some rows; `beside` them come further numbers to the device."""
         return self._here(rows, beside) if self.pool.device.type == "cpu" else self._there(rows, beside)
 
@@ -168,7 +166,6 @@ class RowInputs:
         inputs = self._on_device(bucket, padded(max(1, len(flat))))
         batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
         sent = inputs.fill(batch, table, flat)
-        assert sent is not None
         came, rest = sent.split_with_sizes([len(read), len(beside)])
         if rows.sources is None:
             size, kind = rows.features.nbytes, rows.features.dtype
@@ -179,7 +176,7 @@ class RowInputs:
             features,
             self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
             inputs.positions[None, : len(rows.tokens)],
-            self._attends(TreeAttention(inputs.narrowed(entries), self.pool)),
+            self._attends(inputs.narrowed(entries)),
             inputs.keep[: len(rows.kept)],
             rest,
         )
@@ -188,10 +185,7 @@ class RowInputs:
         return [partial(attention.attend, Layer(number)) for number in range(self._layers)]
 
     def _made(self, bucket: Bucket, beside: int) -> StepInputs:
-        pool = self.pool
-        return StepInputs(
-            bucket, group=self._group, spare=pool.spare, block_size=pool.block_size, device=pool.device, beside=beside
-        )
+        return StepInputs(bucket, self._group, self.pool, beside)
 
 
 def _tensor(numbers: Sequence[int] | Ints) -> Tensor:

@@ -7,9 +7,7 @@ import runpy
 import time
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -96,7 +94,7 @@ class SleepingEngine(Engine):
         """As on a GPU."""
         return True
 
-    def forward(self, batch: PackedBatch, beside: NDArray[np.int64] | None = None) -> ForwardOutput:
+    def forward(self, batch: PackedBatch) -> ForwardOutput:
         """Sleep for T_M, whatever the rows."""
         clock, began_ns, kept = Clock(self.pool.device), time.perf_counter_ns(), batch.logits_to_keep
         ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
@@ -105,7 +103,7 @@ class SleepingEngine(Engine):
         logits = SleepingLogits(ids, self._around)
         sleep_out(began_ns, self.asleep.t_m_ms)
         clock.stop()
-        return ForwardOutput(logits, features, clock, None if beside is None else torch.from_numpy(beside))
+        return ForwardOutput(logits, features, clock)
 
 
 def load_engine(settings: VerifierSettings) -> Engine:

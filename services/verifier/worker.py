@@ -263,13 +263,14 @@ class Worker(BatchingThread):
         rows, plain_ns, ended = sum([len(job.piece.tokens) for job in jobs]), 0, time.perf_counter_ns()
         self.metrics.forwards.inc()
         self.metrics.rows.inc(rows)
-        self.metrics.forward_seconds.observe(output.forward_ns / 1e9)
+        forward_ns = output.forward_ns
+        self.metrics.forward_seconds.observe(forward_ns / 1e9)
         for job in jobs:
-            job.forward_ns += output.forward_ns
+            job.forward_ns += forward_ns
         if self._pruner is not None:
             decoded, awaited = len(jobs) == len(self._steps), not self._rejoin.expected.isdisjoint(self._steps)
             share = self._pruner.ran(rows, started / 1e9, ended / 1e9, decoded=decoded, awaited=awaited)
-            plain_ns = int(share * output.forward_ns)
+            plain_ns = int(share * forward_ns)
         return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
 
     def _walk(self, parts: Iterable[TargetRows]) -> list[TargetRows]:

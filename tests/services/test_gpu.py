@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ async def test_texts_are_the_cpus(target: Path, law: str) -> None:
 
 def on_cuda(*arguments: Any) -> Tensor:
     """The operator's kernel, with what is given on the CPU."""
-    there = [one.cuda() if isinstance(one, Tensor) else one for one in arguments]
-    return kernels.tree_attention(*there).cpu()
+    *rows, inputs, layer = arguments
+    there = copy(inputs)
+    there.__dict__.update({name: part.cuda() for name, part in vars(inputs).items() if isinstance(part, Tensor)})
+    sinks = None if layer.sinks is None else layer.sinks.cuda()
+    return kernels.tree_attention(*(part.cuda() for part in rows), there, layer._replace(sinks=sinks)).cpu()
 
 
 @pytest.mark.parametrize(
@@ -79,10 +83,10 @@ def on_cuda(*arguments: Any) -> Tensor:
 def test_the_kernel_computes_what_its_torch_form_does(shape: Shape) -> None:
     rng = random.Random(0)
     for _ in range(50):
-        pool, spare = filled_pool(shape, 4096)
+        pool = filled_pool(shape, 4096)
         sizes = [(rng.randrange(200), rng.randrange(1, 70), 0) for _ in range(rng.randrange(1, 9))]
         batch = random_batch(pool, sizes, rng)
         layer = Inputs.random(shape, len(batch.tokens))
-        here, there = (attend(form, batch, layer, pool, spare, shape).float() for form in (tree_attention, on_cuda))
+        here, there = (attend(form, batch, layer, pool, shape).float() for form in (tree_attention, on_cuda))
         bound = 1e-5 if shape.dtype is torch.float32 else 2e-2
         assert (here - there).abs().max() <= bound * here.abs().max()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import PackedBatch, RowTable, most_splits, pack, tail_blocks
 from coppice.engine.steps import Bucket, StepInputs
 from tests.kernels import split_size
@@ -17,10 +18,10 @@ from tests.ragged_batches import Shape, filled_pool, random_batch, random_tree, 
 GROUP = 4
 
 
-def inputs_of(batch: PackedBatch, bucket: Bucket | None = None, *, spare: int = 0, block_size: int = 8) -> StepInputs:
+def inputs_of(batch: PackedBatch, pool: KVPool, bucket: Bucket | None = None) -> StepInputs:
     """A batch in its own bucket, or in a larger one."""
     table = RowTable.of(batch.tails)
-    inputs = StepInputs(bucket or Bucket.of(batch, table), group=GROUP, spare=spare, block_size=block_size)
+    inputs = StepInputs(bucket or Bucket.of(batch, table), GROUP, pool)
     inputs.fill(batch, table)
     return inputs
 
@@ -31,9 +32,9 @@ SIZES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(0
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 99))
 def test_rows_see_the_slots_that_their_tails_say(sizes: list[tuple[int, int, int]], seed: int) -> None:
-    pool, spare = filled_pool(Shape(), 3000)
+    pool = filled_pool(Shape(), 3000)
     batch = random_batch(pool, sizes, random.Random(seed))
-    inputs = inputs_of(batch, spare=spare)
+    inputs = inputs_of(batch, pool)
     row = 0
     for session, tail in enumerate(batch.tails):
         for local, visible in enumerate(tail.visible):
@@ -50,15 +51,15 @@ def test_rows_see_the_slots_that_their_tails_say(sizes: list[tuple[int, int, int
             assert int(inputs.new_slots[row]) == tail.table.slots(np.array(own))
             row += 1
     assert (inputs.length[row:] == 0).all()
-    assert (inputs.new_slots[row:] == spare).all()
+    assert (inputs.new_slots[row:] == pool.spare).all()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 99))
 def test_every_key_of_every_row_is_in_one_part_of_one_tile(sizes: list[tuple[int, int, int]], seed: int) -> None:
-    pool, _ = filled_pool(Shape(), 3000)
+    pool = filled_pool(Shape(), 3000)
     batch = random_batch(pool, sizes, random.Random(seed))
-    inputs = inputs_of(batch)
+    inputs = inputs_of(batch, pool)
     most = tail_blocks(inputs.bucket.tail)
     size = split_size((inputs.length + 63) // 64).numpy()
     times = np.zeros((len(batch.tokens), 32), np.int64)  # of each row's key blocks
@@ -76,13 +77,13 @@ def test_every_key_of_every_row_is_in_one_part_of_one_tile(sizes: list[tuple[int
 
 
 def test_a_bucket_filled_twice_forgets_the_first_batch() -> None:
-    pool, _ = filled_pool(Shape(), 3000)
+    pool = filled_pool(Shape(), 3000)
     batch = random_batch(pool, [(50, 30, 0), (20, 9, 3)], random.Random(0))
     small = pack([tree_piece(batch.tails[1].table, 20, random_tree(3, random.Random(1)))])
     bucket = Bucket(64, 4, 16, 32, 64)
-    inputs = inputs_of(batch, bucket)
+    inputs = inputs_of(batch, pool, bucket)
     inputs.fill(small, RowTable.of(small.tails))
-    fresh = inputs_of(small, bucket)
+    fresh = inputs_of(small, pool, bucket)
     for name in ("tokens", "positions", "new_slots", "session", "paged", "length", "keep"):
         assert torch.equal(getattr(inputs, name), getattr(fresh, name))
     used = 1 + int(fresh.tiles[0, 0])

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coppice.engine.attention import Layer
-from coppice.engine.kv_cache import KVShape
+from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import Piece, ancestors, pack
 from coppice.engine.sdpa import sdpa
+from coppice.engine.steps import Bucket, StepInputs
 from tests.kernels import compiled_for_hopper, interpreter, tree_attention
 from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
 
@@ -38,15 +39,15 @@ def interpreted(*arguments: Any) -> Tensor:
 def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, seed: int = 0) -> float:
     """The largest difference of an implementation from attention with masks over gathered keys."""
     torch.manual_seed(seed)
-    pool, spare = filled_pool(shape, 6000)
+    pool = filled_pool(shape, 6000)
     batch = random_batch(pool, sizes, random.Random(seed))
     layer = Inputs.random(shape, len(batch.tokens))
     rows = (part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v))
-    kind = Layer(0, shape.window or None, None, shape.softcap or None, layer.sinks)
+    kind = Layer(0, shape.window, None, shape.softcap, layer.sinks)
     want = sdpa(batch.tails, pool).attend(kind, *rows)[0]
     for part in pool.layers[0]:  # the rows' own, which the implementation has to write
         part[torch.from_numpy(np.concatenate([new_slots(tail) for tail in batch.tails]))] = 7.0
-    return float((attend(function, batch, layer, pool, spare, shape) - want).abs().max())
+    return float((attend(function, batch, layer, pool, shape) - want).abs().max())
 
 
 def new_slots(tail: Any) -> Any:
@@ -58,14 +59,14 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
     """Whether rows drafted in a tree beside other sessions are, bit for bit, plain steps behind their ancestors."""
     torch.manual_seed(0)
     rng = random.Random(prefix)
-    pool, spare = filled_pool(shape, 3000)
+    pool = filled_pool(shape, 3000)
     tables = [pool.allocate(name, size) for name, size in (("a", 150), ("b", prefix // 2), ("c", 40))]
     pool.extend(tables[1], prefix + rows)
     parents = random_tree(rows, rng)
     others = Piece.chain(tables[0], 149, [1]), tree_piece(tables[2], 20, random_tree(9, rng))
     batch = pack([others[0], tree_piece(tables[1], prefix, parents), others[1]])
     layer = Inputs.random(shape, len(batch.tokens))
-    drafted = attend(function, batch, layer, pool, spare, shape)[1:]
+    drafted = attend(function, batch, layer, pool, shape)[1:]
     sees = ancestors(parents)
     same = []
     for node in nodes:
@@ -75,7 +76,7 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
         later.extend(table, prefix + len(path))
         row = slice(1 + node, 2 + node)
         step = Inputs(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
-        plain = attend(function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), step, later, spare, shape)
+        plain = attend(function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), step, later, shape)
         same.append(torch.equal(plain[0], drafted[node]))
     return all(same)
 
@@ -84,8 +85,8 @@ SHAPES = st.builds(
     Shape,
     heads=st.sampled_from([2, 6]),
     kv=st.builds(KVShape, st.just(2), st.sampled_from([8, 12]), st.sampled_from([8, 5])),
-    window=st.sampled_from([0, 1, 30, 200]),
-    softcap=st.sampled_from([0.0, 2.0]),
+    window=st.sampled_from([None, 1, 30, 200]),
+    softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
 )
 SIZES = st.lists(
@@ -120,8 +121,8 @@ def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("prefix", "window"), [(250, 0), (60, 0), (125, 66), (2043, 0)])
-def test_a_drafted_row_is_bit_for_bit_a_plain_step(dtype: torch.dtype, prefix: int, window: int) -> None:
+@pytest.mark.parametrize(("prefix", "window"), [(250, None), (60, None), (125, 66), (2043, None)])
+def test_a_drafted_row_is_bit_for_bit_a_plain_step(dtype: torch.dtype, prefix: int, window: int | None) -> None:
     assert own_bits(tree_attention, Shape(dtype=dtype, window=window, sinks=True), prefix, 61, range(0, 61, 12))
 
 
@@ -144,7 +145,8 @@ def test_the_kernel_compiles_for_hopper_without_spills(dim: int, dtype: torch.dt
     from coppice.engine.kernels import shape_of, sum_parts
 
     q, stored = (torch.empty(1, heads, dim, dtype=dtype) for heads in (32, 8))
-    constants = shape_of(q, stored, stored, torch.empty(1, 16), torch.empty(1, 1024), 32) | {"CAPPED": False}
+    inputs = StepInputs(Bucket(1, 1, 16, 1024, 1), 4, KVPool(layers=[KVShape(1, 1, 1)], tokens=32, block_size=32))
+    constants = shape_of(q, stored, inputs) | {"CAPPED": False}
     options = {name: constants.pop(name) for name in ("num_warps",)}
     types = dict.fromkeys(("q", "keys", "values"), {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype])
     types |= dict.fromkeys(("sums", "tops", "weights"), "*fp32")
