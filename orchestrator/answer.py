@@ -108,7 +108,7 @@ class Output:
 
     def account(self, step: Step) -> None:
         """Add where the step's time went and what it verified."""
-        timings, times = self.result.timings, step.judged.timings
+        timings, times = self.result.timings, step.verdict.timings
         head_ns = max([draft.forward_ns for draft in step.drafts], default=0)
         timings.draft_ns += step.draft_ns
         timings.transport_ns += step.transport_ns
@@ -137,7 +137,7 @@ class Output:
 
 def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
     """The tree that a step verified, for people to look at, then those that lost the routing to it."""
-    tree, verdict, routed = step.choice.tree, step.judged, step.choice.routed
+    tree, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
     chosen = replace(
         _step_tree(step, tree, routed, verdict.accepted, piece),
         cut=tuple(sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))),
@@ -167,50 +167,6 @@ def _step_tree(
         root_piece=piece(step.root),
         owners=owners,
         routed=routed,
-    )
-
-
-class Chunks:
-    """Passes chunks on as they come, or `size` tokens at a time; the last one holds the rest."""
-
-    def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
-        """`size` 0 passes every commit on as it is."""
-        self._emit, self._size = emit, size
-        self._rest: Chunk | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        """Take in the tokens of a commit."""
-        if not self._size:
-            self._emit(chunk)
-            return
-        rest = chunk if self._rest is None else _joined(self._rest, chunk)
-        while len(rest.ids) >= self._size:
-            self._emit(_part(rest, slice(None, self._size)))
-            rest = _part(rest, slice(self._size, None))
-        self._rest = rest if rest.ids else None
-
-    def flush(self) -> None:
-        """Pass on what is left."""
-        if self._rest is not None:
-            self._emit(self._rest)
-            self._rest = None
-
-
-def _joined(first: Chunk, second: Chunk) -> Chunk:
-    return Chunk(
-        text=first.text + second.text,
-        ids=first.ids + second.ids,
-        origins=first.origins + second.origins,
-        pieces=first.pieces + second.pieces,
-        log_probs=first.log_probs + second.log_probs,
-        top=first.top + second.top,
-    )
-
-
-def _part(chunk: Chunk, part: slice) -> Chunk:
-    pieces = chunk.pieces[part]
-    return Chunk(
-        "".join(pieces), chunk.ids[part], chunk.origins[part], pieces, chunk.log_probs[part], top=chunk.top[part]
     )
 
 
@@ -259,17 +215,16 @@ class Account:
             self.metrics.routed.labels(head).inc()
             self.metrics.routed_accepted.labels(head).inc(accepted)
         if self.trace is not None and self.trace.samples(step.number):
-            self._trace_step(step, head, accepted)
+            self._trace_step(step, head)
 
-    def _trace_step(self, step: Step, head: str, accepted: int) -> None:
+    def _trace_step(self, step: Step, head: str) -> None:
         assert self.trace
-        at = step.at
-        parts = {"ask": at.asked - at.began, "draft": at.drafted - at.asked} if step.asked else {}
-        before = at.drafted if step.asked else at.began
-        parts |= {"choose": at.chosen - before, "send": at.sent - at.chosen}
-        parts |= {"verify": at.answered - at.sent, "commit": at.committed - at.answered}
-        facts: Facts = {"step": step.number, "head": head, "verified": step.num_verified, "accepted": accepted}
-        self.trace.add("step", at.began, at.committed, parts, **facts)
+        drafted_at = step.drafted_at if step.asked else step.began_at
+        parts = {"ask": step.asked_at - step.began_at, "draft": drafted_at - step.asked_at} if step.asked else {}
+        parts |= {"choose": step.chosen_at - drafted_at, "send": step.sent_at - step.chosen_at}
+        parts |= {"verify": step.answered_at - step.sent_at, "commit": step.committed_at - step.answered_at}
+        facts: Facts = {"step": step.number, "head": head, "verified": step.num_verified, "accepted": step.num_accepted}
+        self.trace.add("step", step.began_at, step.committed_at, parts, **facts)
 
     def ended(self, outcome: str) -> None:
         """Count the request and log it. outcome: why its text ended, else the status that it failed with."""

@@ -286,6 +286,7 @@ class AutoPolicy(StepPolicy):
     def __init__(self, rates: Rates, text: Text, heads: Sequence[str], metrics: OrchestratorMetrics) -> None:
         self._rates, self._text, self._heads, self._metrics = rates, text, heads, metrics
         self._arm = text.arms[PLAIN]
+        super().__init__(self._arm.policy, ())
         self._learns = False  # whether the arm of the step that was observed last has several heads
 
     def heads(self, step: Step) -> Sequence[int]:
@@ -305,7 +306,7 @@ class AutoPolicy(StepPolicy):
 
     def observe(self, step: Step) -> None:
         """Take in the step's seconds, and what it gained."""
-        verdict = step.judged
+        verdict = step.verdict
         times = verdict.timings
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
         self._rates.observe(
@@ -316,7 +317,7 @@ class AutoPolicy(StepPolicy):
 
     def learn(self, step: Step) -> None:
         """Take in what each head would have gained alone in a step of several."""
-        verdict = step.judged
+        verdict = step.verdict
         nodes = len(verdict.verified) if verdict.pruned else step.budget
         if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
             for at in step.asked:

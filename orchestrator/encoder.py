@@ -1,9 +1,9 @@
-"""Encodes prompts. Chats are rendered in a process of their own, since a chat template is a program that comes with a
-model, and long texts are encoded in another, since a tokenizer holds the interpreter's lock while it works.
+"""Encodes prompts. Chats and long texts are encoded in processes of their own: a chat template is a program that comes
+with a model, and a tokenizer holds the interpreter's lock while it works.
 
-`python -m orchestrator.encoder ROLE FOLDER` is such a process. As `render` or `encode` it writes a line when it has
-loaded, and answers each line of its input, both in JSON, until the input ends. As `check` it prints what is wrong with
-the folder's chat template, a line each.
+`python -m orchestrator.encoder ROLE FOLDER` is such a process. It writes a line when it has loaded, and answers each
+line of its input, both in JSON, until the input ends: as `render` chats, as `encode` texts. As `check` it prints what
+is wrong with the folder's chat template, a line each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -142,7 +142,7 @@ ANSWER_S = 5.0  # for an exchange with a process, and _ANSWER_S_A_MIB more for e
 TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
 _START_S, _ANSWER_S_A_MIB = 60.0, 10.0
 _MOST_BYTES = 4 << 30  # of a process
-_NICENESS = 5  # of the one for long texts: running sessions come first
+_NICENESS = 5  # running sessions come first
 _LONGEST_LINE = 1 << 28  # bytes of an answer
 
 
@@ -167,23 +167,25 @@ class Encoder:
         bare: without the special tokens around a prompt. Raises InvalidField, before any work when it is hopelessly
         long, Overloaded and Unavailable.
         """
-        if not isinstance(prompt, str):
+        ids: list[int]
+        if isinstance(prompt, str):
+            self._check_length(len(prompt))
+            if len(prompt) <= SHORT_CHARS:
+                return self._codec.encode(prompt, bare)
+            try:
+                ids = await self._encode.ask([prompt, bare])
+            except TimeoutError:
+                raise Unavailable("the tokenizer's process does not answer") from None
+        else:
             check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
-            self._check_length(sum(map(len, chain.from_iterable(message.fields.values() for message in prompt))))
+            messages = [message.fields for message in prompt]
+            self._check_length(sum(map(len, chain.from_iterable(fields.values() for fields in messages))))
             if not self._codec.has_chat_template:
                 raise InvalidField("chat", "this target has no chat template")
             try:
-                text: str = await self._render.ask([message.fields for message in prompt])
+                ids = await self._render.ask([messages, True])
             except TimeoutError:
                 raise InvalidField("chat.messages", "this target's chat template does not end") from None
-            prompt, bare = text, True
-        self._check_length(len(prompt))
-        if len(prompt) <= SHORT_CHARS:
-            return self._codec.encode(prompt, bare)
-        try:
-            ids: list[int] = await self._encode.ask([prompt, bare])
-        except TimeoutError:
-            raise Unavailable("the tokenizer's process does not answer") from None
         if len(ids) >= self._most_ids:
             raise no_room(len(ids), self._most_ids)
         return ids
@@ -204,6 +206,7 @@ class _Process:
     def __init__(self, arguments: Sequence[str], limits: Limits, answer_s: float) -> None:
         self._arguments, self._answer_s = arguments, answer_s
         self._turns = Admission("turns of the tokenizer's process", 1, limits.queued, limits.queue_s)
+        self._exchanging = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._loaded = False
 
@@ -228,35 +231,31 @@ class _Process:
             await process.wait()
 
     async def ask(self, question: object) -> Any:
-        """The answer. Who leaves before its turn leaves the line; a question that was asked is answered in any case.
+        """The answer. A question that was asked is answered, though nobody may wait for the answer any more.
 
         Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
         """
-        asked = asyncio.Event()
-        answering = asyncio.create_task(self._ask_in_turn(json.dumps(question).encode() + b"\n", asked))
-        answering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
+        async with self._turns.admit(client=client_salt()):
+            answering = asyncio.create_task(self._answer(json.dumps(question).encode() + b"\n"))
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())
             answer, *refused = json.loads(await asyncio.shield(answering))
-        except asyncio.CancelledError:
-            if not asked.is_set():
-                answering.cancel()
-            raise
         if refused:
             raise InvalidField(*refused)
         return answer
 
-    async def _ask_in_turn(self, question: bytes, asked: asyncio.Event) -> bytes:
-        async with self._turns.admit(client=client_salt()):
-            asked.set()
-            for _ in range(2):  # it may have been killed, or hang
-                try:
-                    return await self._exchange(question)
-                except (OSError, EOFError) as error:
-                    late = isinstance(error, TimeoutError)
-                    await self.stop()
-        if late:
-            raise TimeoutError
-        raise Unavailable("the tokenizer's process ended")
+    async def _answer(self, question: bytes) -> bytes:
+        async with self._exchanging:
+            try:
+                return await self._exchange(question)
+            except (OSError, EOFError):  # it was killed, or hangs
+                await self.stop()
+            try:
+                return await self._exchange(question)
+            except (OSError, EOFError) as error:
+                await self.stop()
+                if isinstance(error, TimeoutError):
+                    raise
+                raise Unavailable("the tokenizer's process ended") from None
 
     async def _exchange(self, question: bytes) -> bytes:
         process = await self.start()
@@ -304,35 +303,27 @@ def _check(folder: Path) -> Iterator[str]:
         yield f"{line}, but {ends_line(ends)}: answers go on behind it"
 
 
-def _answers(role: str, folder: Path) -> Callable[[Any], str | list[int]]:
-    """What answers the questions of a role."""
-    if role == "encode":
-        os.nice(_NICENESS)
-        codec = TextCodec(folder)
-        return lambda question: codec.encode(*question)
-    template = ChatTemplate(folder)
-
-    def render(question: list[dict[str, str]]) -> str:
-        with _in_time():
-            return template.render([ChatMessage(**message) for message in question])
-
-    return render
-
-
-def main(role: str, folder: str) -> None:
+def main(role: str, path: str) -> None:
     """Do what the role is for, without more memory than one question may take."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES if most < 0 else min(most, _MOST_BYTES), most))
     signal.signal(signal.SIGPROF, _too_slow)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal it goes to the whole group
+    folder = Path(path)
     if role == "check":
-        print(*_check(Path(folder)), sep="\n")
+        print(*_check(folder), sep="\n")
         return
-    answer, reply = _answers(role, Path(folder)), list[object]()
+    os.nice(_NICENESS)
+    codec, reply = TextCodec(folder), list[object]()
+    template = ChatTemplate(folder) if role == "render" else None
     print(flush=True)
     for question in sys.stdin:
+        prompt, bare = json.loads(question)
         try:
-            reply = [answer(json.loads(question))]
+            if template is not None:
+                with _in_time():
+                    prompt = template.render([ChatMessage(**message) for message in prompt])
+            reply = [codec.encode(prompt, bare)]
         except InvalidField as error:
             reply = [None, error.field, str(error).removeprefix(f"{error.field}: ")]
         except BaseException as error:  # as the panic of a tokenizer is

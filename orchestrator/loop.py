@@ -64,16 +64,16 @@ class Decoding:
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)
         self.output.commit([], (step.root, log_prob), opened.top)
-        step.at.began = first = time.perf_counter_ns()
+        step.began_at = first = time.perf_counter_ns()
         self.account.first_token(began, first)
         try:
             while self.output.finish is None:
                 await self.drafting.draft(step, self.text, self._catch_up)
                 step.choice = self.policy.choose(step)
-                step.at.chosen = time.perf_counter_ns()
+                step.chosen_at = time.perf_counter_ns()
                 await self._verify(step)
                 root = self._commit(step)
-                step.at.committed = time.perf_counter_ns()
+                step.committed_at = time.perf_counter_ns()
                 self.policy.observe(step)
                 self._behind = step
                 self.steps = step.number
@@ -81,14 +81,14 @@ class Decoding:
         finally:
             self._catch_up()
         self.drafting.count(self.output.result)
-        return self.output.end(first - began, step.at.began - first)
+        return self.output.end(first - began, step.began_at - first)
 
     def _begin(self, before: Step | None = None, root: int = -1) -> Step:
         """The next step, with the heads that it asks."""
-        hint = before.judged.budget_hint if before else None
+        hint = before.verdict.budget_hint if before else None
         step = Step(before.number + 1 if before else 1, hint, self.drafting.no_drafts(), root=root)
         if before is not None:
-            step.at.began = before.at.committed
+            step.began_at = before.committed_at
         step.asked = tuple(self.policy.heads(step))
         step.budget = self.policy.budget(self.request.budget or 0, hint)
         return step
@@ -108,7 +108,7 @@ class Decoding:
                 break
             except LOST as error:
                 await self._reopen(step, error)
-        step.at.sent, step.at.answered = self.verifier.exchanged
+        step.sent_at, step.answered_at = self.verifier.exchanged
 
     async def _reopen(self, step: Step, reason: CoppiceError) -> None:
         """Go on with another verifier, which prefills what is committed; the root is drawn already."""
@@ -120,7 +120,8 @@ class Decoding:
 
     def _commit(self, step: Step) -> int:
         """Commit the root and the accepted path, and draw the next root; returns it, -1 when the text has ended."""
-        verdict, accepted = step.judged, step.accepted
+        verdict, tree = step.verdict, step.choice.tree
+        accepted: list[int] = tree.tokens[np.array(verdict.accepted, np.int64) - 1].tolist()
         self.text.append([step.root, *accepted], verdict.fence)
         root = None if verdict.next is None else self._next_root(verdict.next)
         step.offered = tuple(accepted) if root is None else (*accepted, root[0])
@@ -186,20 +187,21 @@ class Drafting:
         deadline_s = self._deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = text.fence(step.number, deadline_s)
         answers = [(at, head.ask(fence, step.root, text.ids, step.budget)) for at, head in asked]
-        step.at.asked = time.perf_counter_ns()
+        step.asked_at = time.perf_counter_ns()
         asyncio.get_running_loop().call_soon(meanwhile)  # behind the questions, which the step waits for
         if waited := [answer for _, answer in answers if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
         for at, answer in answers:
             if answer is not None:
                 step.drafts[at] = self._heads[at].collect()
-        step.at.drafted = time.perf_counter_ns()
+        step.drafted_at = time.perf_counter_ns()
 
     def settle(self, step: Step) -> None:
         """Tell the heads what the step committed and what they missed."""
         for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
             if head.opening.want_misses and step.choice.routed in (at, UNION):
-                head.reject(draft, step.start, step.offered)
+                verdict = step.verdict
+                head.reject(draft, verdict.fence.committed_len - len(verdict.accepted), step.offered)
 
     def calibrate(self, step: Step) -> None:
         """Learn what the heads' confidences are worth, from every node that the text says something about.
@@ -238,7 +240,7 @@ class PredictionUse:
         drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
         places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
         self.verified |= {places[node - 1] for node in step.verified.tolist()} - {0}
-        self.accepted |= {places[node - 1] for node in step.judged.accepted[: step.num_accepted]} - {0}
+        self.accepted |= {places[node - 1] for node in step.verdict.accepted[: step.num_accepted]} - {0}
 
 
 def check_predicted(kinds: Iterable[str]) -> None:

@@ -25,12 +25,12 @@ from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
 from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
-from .answer import Account, Chunks, Output
+from .answer import Account, Output
 from .auto import AutoPolicy, Rates, Text
 from .encoder import Encoder, TextCodec, no_room
 from .heads import HeadPool, HeadSession, feature_layers
 from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
-from .step import Committed, FixedPolicy, StepPolicy
+from .step import Committed, StepPolicy
 from .targets import TargetPool, TargetSession
 from .text import TextStream, TokenBytes
 from .tokens import client_salt
@@ -167,11 +167,10 @@ class GenerationServicer:
             check_predicted(pool.kind for pool in pools)
         heads = [self._head_session(pool, account.id, request) for pool in pools]
         opening = self._opening(request, account.id, prompt_tokens, layers)
-        chunks = Chunks(send, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         started = Started(prompt_tokens, policy.name, policy.heads, budget, request.sampling.seed)
 
         stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
-        output = Output(request, prompt_tokens, stream, opening.stop_ids, chunks.add)
+        output = Output(request, prompt_tokens, stream, opening.stop_ids, send)
         verifier = TargetSession(self.verifiers, opening)
         steps = self._step_policy(request, policy)
         drafting = Drafting(heads, self.settings.orchestrator.draft_deadline_ms / 1e3)
@@ -183,7 +182,6 @@ class GenerationServicer:
             finished = True
             return result
         finally:
-            chunks.flush()
             verifier.close()
             steps.close()
             for head in heads:
@@ -198,7 +196,7 @@ class GenerationServicer:
         if policy.name == "auto" and request.budget:
             rates = self._rates.setdefault(frozenset(names), Rates())
             return AutoPolicy(rates, Text(names, request.sampling.temperature > 0, predicted), names, self.metrics)
-        return FixedPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
+        return StepPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
 
     def _opening(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,25 +19,11 @@ NOTHING = Choice(DraftTree.empty(), NO_HEAD)
 
 
 @dataclass(slots=True)
-class Instants:
-    """When the parts of a step ended, of `perf_counter_ns`; each begins where the one before it ends."""
-
-    began: int
-    asked: int = 0
-    """the questions for drafts are encoded"""
-    drafted: int = 0
-    """the drafts are here, or the wait for them is over"""
-    chosen: int = 0
-    sent: int = 0
-    """the verifier's question is encoded"""
-    answered: int = 0
-    """the verifier's answer is here"""
-    committed: int = 0
-
-
-@dataclass(slots=True)
 class Step:
-    """A step from its question to its verdict. Heads are numbers into the request's list of heads."""
+    """A step from its question to its verdict. Heads are numbers into the request's list of heads.
+
+    The instants, of `perf_counter_ns`, say when its parts ended; each part begins where the one before it ends.
+    """
 
     number: int
     """1 for the first step of a request"""
@@ -46,66 +31,55 @@ class Step:
     """how many nodes the last verdict said to draft; None: any number"""
     drafts: list[Draft]
     """one a head, NO_DRAFT where it was not asked or sat the step out"""
+    root: int = -1
     budget: int = 0
     """nodes to draft at most"""
     asked: tuple[int, ...] = ()
     """heads that the policy asks"""
     opening: bool = False
     """whether an asked head had to prefill in this step"""
-    root: int = -1
     choice: Choice = NOTHING
-    verdict: Verdict | None = None
+    verdict: Verdict = field(init=False)
     offered: tuple[int, ...] = ()
     """the target's tokens behind the root: the accepted drafts, and the next root unless the text has ended"""
     num_accepted: int = 0
     """accepted drafts that the text took; it may have ended before the last ones"""
-    at: Instants = field(default_factory=lambda: Instants(time.perf_counter_ns()))
-
-    @property
-    def judged(self) -> Verdict:
-        """The verdict. Raises ValueError before there is one."""
-        if self.verdict is None:
-            raise ValueError(f"step {self.number} has no verdict yet")
-        return self.verdict
+    began_at: int = field(default_factory=time.perf_counter_ns)
+    asked_at: int = 0
+    """the questions for drafts are encoded"""
+    drafted_at: int = 0
+    """the drafts are here, or the wait for them is over"""
+    chosen_at: int = 0
+    sent_at: int = 0
+    """the verifier's question is encoded"""
+    answered_at: int = 0
+    committed_at: int = 0
 
     @property
     def draft_ns(self) -> int:
         """How long drafting took, from the step's beginning; 0 when nobody was asked."""
-        return self.at.drafted - self.at.began if self.asked else 0
+        return self.drafted_at - self.began_at if self.asked else 0
 
     @property
     def transport_ns(self) -> int:
         """Time of the verifier's question and answer, beside the verifier's own."""
-        return self.at.answered - self.at.chosen - self.judged.timings.total_ns
+        return self.answered_at - self.chosen_at - self.verdict.timings.total_ns
 
     @property
     def took_ns(self) -> int:
         """Time from the commit before to this step's."""
-        return self.at.committed - self.at.began
+        return self.committed_at - self.began_at
 
     @property
     def verified(self) -> IntArray:
         """Numbers of the chosen tree's nodes that were verified, ascending."""
-        verdict = self.judged
+        verdict = self.verdict
         return np.array(verdict.verified if verdict.pruned else range(1, len(self.choice.tree) + 1), np.int64)
 
     @property
     def num_verified(self) -> int:
         """How many of the chosen tree's nodes were verified."""
-        verdict = self.judged
-        return len(verdict.verified) if verdict.pruned else len(self.choice.tree)
-
-    @property
-    def start(self) -> int:
-        """Position of the first token behind the root."""
-        verdict = self.judged
-        return verdict.fence.committed_len - len(verdict.accepted)
-
-    @property
-    def accepted(self) -> list[int]:
-        """Tokens of the accepted path."""
-        tokens: list[int] = self.choice.tree.tokens[np.array(self.judged.accepted, np.int64) - 1].tolist()
-        return tokens
+        return len(self.verdict.verified) if self.verdict.pruned else len(self.choice.tree)
 
 
 class Committed:
@@ -125,26 +99,31 @@ class Committed:
         return Fence(step, len(self.ids), self._hash, weights_version, int(deadline_s * 1e9))
 
 
-class StepPolicy(ABC):
-    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order."""
+class StepPolicy:
+    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order.
 
-    policy: Policy
-    """how the trees of the present step become one"""
-    whole_tree = False
-    """verify every node that is drafted, whether or not it pays"""
+    This one asks the same heads in every step.
+    """
+
+    def __init__(self, policy: Policy, heads: Sequence[int], whole_tree: bool = False, predicted: bool = False) -> None:
+        """whole_tree: verify every node that is drafted, whether or not it pays. predicted: a head drafts from a
+        prediction, of which the verifier's hint, made of all texts, says nothing.
+        """
+        self.policy, self.whole_tree = policy, whole_tree
+        self._asks, self._keeps_budget = heads, whole_tree or predicted
 
     @property
     def soon(self) -> Sequence[int]:
         """Heads that the request will probably ask soon: their streams are opened before they are asked."""
         return ()
 
-    @abstractmethod
     def heads(self, step: Step) -> Sequence[int]:
         """Pick the heads that the step asks for drafts."""
+        return self._asks
 
     def budget(self, most: int, hint: int | None) -> int:
         """How many nodes a step drafts: at a hint of 0 still one, to see what it gains."""
-        return most if hint is None else min(most, max(1, hint))
+        return most if hint is None or self._keeps_budget else min(most, max(1, hint))
 
     def choose(self, step: Step) -> Choice:
         """Make the tree to verify of the drafts. The only tree that was asked for is taken as it is."""
@@ -152,28 +131,11 @@ class StepPolicy(ABC):
             return Choice(prune(tree, step.budget)[0], step.asked[0])
         return self.policy.choose([draft.scored for draft in step.drafts], step.budget)
 
-    def observe(self, step: Step) -> None:  # noqa: B027  # to remember nothing is common
+    def observe(self, step: Step) -> None:
         """Take in what the step took and gained, before the next one is decided."""
 
-    def learn(self, step: Step) -> None:  # noqa: B027
+    def learn(self, step: Step) -> None:
         """Learn from the step what no other step waits for."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """End the request, which may have failed or never begun."""
-
-
-class FixedPolicy(StepPolicy):
-    """Asks the same heads in every step."""
-
-    def __init__(self, policy: Policy, heads: Sequence[int], whole_tree: bool, predicted: bool) -> None:
-        """predicted: a head drafts from a prediction, of which the verifier's hint, made of all texts, says nothing."""
-        self.policy, self.whole_tree = policy, whole_tree
-        self._heads, self._keeps_budget = heads, whole_tree or predicted
-
-    def heads(self, step: Step) -> Sequence[int]:
-        """All of them."""
-        return self._heads
-
-    def budget(self, most: int, hint: int | None) -> int:
-        """As the verifier hints, unless the whole budget is to be drafted."""
-        return most if self._keeps_budget else super().budget(most, hint)

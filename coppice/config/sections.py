@@ -246,9 +246,6 @@ class OrchestratorSettings(Section):
         0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
     )
     failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
-    chunk_tokens: int = Field(
-        0, ge=0, description="tokens of every chunk sent, so that its size tells nothing; 0: those of a step"
-    )
     http_port: int = Field(
         -1, ge=-1, le=65535, description="port of OpenAI's API over HTTP; 0 takes a free one, -1 serves none"
     )

@@ -97,6 +97,7 @@ REMOVED = {
     "learner.valid_prefix": "it is always false",
     "limits.prompt_chars": "it is always 1048576",
     "limits.weights_bytes": "it is always 4 GiB",
+    "orchestrator.chunk_tokens": "a chunk holds the tokens of a step",
     "orchestrator.reopens": "it is always 4",
     "verifier.batch_wait_ms": "it is always 50",
     "verifier.block_size": "it is always 32",
