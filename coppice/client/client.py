@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import os
 import random
@@ -12,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import grpc
 import grpc.aio
@@ -34,9 +33,6 @@ from coppice.rpc.channels import Dialer
 from coppice.v1 import generation_pb2 as generation
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import Chunk, ModelDescription, Started, read_model, read_response, request_to_wire
-
-if TYPE_CHECKING:
-    from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
 __all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
@@ -66,6 +62,7 @@ class Attempts:
         self._allowed_s, self._deadline = timeout, time.monotonic() + timeout
         self._delays = iter(RETRY_DELAYS_S)
         self._started = False
+        self._brought = len(getattr(message, "resume_ids", ()))  # tokens that the caller held before the call
         self._held: list[int] = []
         self._resumed = 0
         self._progress_at = self.heard_at = time.monotonic()
@@ -120,7 +117,7 @@ class Attempts:
         if delay is None or delay >= self.timeout:
             raise failure from None
         if self._held:
-            del self.message.resume_ids[self._known :]
+            del self.message.resume_ids[self._brought :]
             self.message.resume_ids.extend(self._held)
             self._resumed += 1
         self.heard_at = time.monotonic() + delay
@@ -131,11 +128,6 @@ class Attempts:
             return next(self._delays, None)
         patience = PATIENCE_S if self._started else RESTART_S
         return PATIENT_DELAY_S if time.monotonic() - self._progress_at < patience else None
-
-    @functools.cached_property
-    def _known(self) -> int:
-        """Tokens that the caller held before the call. Read before the first resumption."""
-        return len(self.message.resume_ids)
 
 
 def watch(stub: GenerationServiceStub, call: Attempts, responses: Any, ended: threading.Event) -> None:
@@ -163,9 +155,6 @@ async def watch_async(stub: GenerationServiceStub, call: Attempts, responses: An
                     call.silent.set()
                     responses.cancel()
                 return
-
-
-Metadata = Sequence[tuple[str, str]] | None
 
 
 def default_address() -> str:
@@ -267,26 +256,22 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
         with tracing.calling("generate") as metadata:
-            yield from self._attempts(call, metadata)
-
-    def _attempts(self, call: Attempts, metadata: Metadata) -> Iterator[StreamEvent]:
-        while True:
-            stub = self._stub(call)
-            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
-            ended = threading.Event()
-            if len(self._stubs) > 1:
-                threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
-            try:
-                for response in responses:
-                    if (event := call.hear(read_response(response))) is not None:
-                        yield event
-                return
-            except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), self._closed)
-            finally:
-                ended.set()
-                responses.cancel()
-            time.sleep(delay)
+            while True:
+                stub, ended = self._stub(call), threading.Event()
+                responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
+                if len(self._stubs) > 1:
+                    threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
+                try:
+                    for response in responses:
+                        if (event := call.hear(read_response(response))) is not None:
+                            yield event
+                    return
+                except grpc.RpcError as error:
+                    delay = call.delay_after(from_rpc_error(error), self._closed)
+                finally:
+                    ended.set()
+                    responses.cancel()
+                time.sleep(delay)
 
 
 class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient"]):
@@ -331,29 +316,24 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
         with tracing.calling("generate") as metadata:
-            async with contextlib.aclosing(self._attempts(call, metadata)) as events:
-                async for event in events:
-                    yield event
-
-    async def _attempts(self, call: Attempts, metadata: Metadata) -> AsyncGenerator[StreamEvent, None]:
-        while True:
-            stub = self._stub(call)
-            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
-            watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
-            try:
-                async for response in responses:
-                    if (event := call.hear(read_response(response))) is not None:
-                        yield event
-                return
-            except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), self._closed)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not call.silent.is_set() or (task and task.cancelling()):  # the caller's own
-                    raise
-                delay = call.delay_after(Cancelled("the server stopped answering"))
-            finally:
-                if watching is not None:
-                    watching.cancel()
-                responses.cancel()
-            await asyncio.sleep(delay)
+            while True:
+                stub = self._stub(call)
+                responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
+                watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
+                try:
+                    async for response in responses:
+                        if (event := call.hear(read_response(response))) is not None:
+                            yield event
+                    return
+                except grpc.RpcError as error:
+                    delay = call.delay_after(from_rpc_error(error), self._closed)
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if not call.silent.is_set() or (task and task.cancelling()):  # the caller's own
+                        raise
+                    delay = call.delay_after(Cancelled("the server stopped answering"))
+                finally:
+                    if watching is not None:
+                        watching.cancel()
+                    responses.cancel()
+                await asyncio.sleep(delay)

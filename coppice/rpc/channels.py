@@ -154,17 +154,17 @@ class Dialer:
 
         Raises InvalidField for unusable certificates or a token.
         """
-        return AioGuardedChannel(grpc.aio, address, self._options, self.tls, self._metadata(address))
+        return AioGuardedChannel(
+            grpc.aio, address, channel_options(self.limits.message_bytes), self.tls, self._metadata(address)
+        )
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
         if not self.tls.on and not self.token and not self.head:
-            return grpc.insecure_channel(address, options=self._options)
-        return GuardedChannel(grpc, address, self._options, self.tls, self._metadata(address))
-
-    @property
-    def _options(self) -> list[tuple[str, int]]:
-        return channel_options(self.limits.message_bytes)
+            return grpc.insecure_channel(address, options=channel_options(self.limits.message_bytes))
+        return GuardedChannel(
+            grpc, address, channel_options(self.limits.message_bytes), self.tls, self._metadata(address)
+        )
 
     def _metadata(self, address: str) -> Metadata:
         head: Metadata = ((HEAD, self.head.encode()),) if self.head else ()

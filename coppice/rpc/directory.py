@@ -11,7 +11,6 @@ import contextlib
 import re
 import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import structlog
 
@@ -26,6 +25,8 @@ Changed = Callable[[tuple[str, ...]], None]
 """Told the sorted addresses; never none"""
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+MAX_REPLICAS = 1024
+"""of a pool that are read"""
 _ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
 
 
@@ -36,9 +37,6 @@ def _split(address: str) -> tuple[str, int] | None:
         return None
     return match[1].strip("[]"), int(match[2])
 
-
-MAX_REPLICAS = 1024
-"""of a pool that are read"""
 
 # A member that begins with # says when the set was made, so that a flush is seen even when the first replicas are back
 # before anybody looks.
@@ -93,16 +91,6 @@ class Registry:
         await self._connection.close()
 
 
-class _Source(Protocol):
-    name: str
-
-    async def look(self) -> frozenset[str]:
-        """The addresses now, one at least. Raises Unavailable."""
-
-    async def close(self) -> None:
-        """Let go of connections."""
-
-
 class _Dns:
     """The A records of a name, or where it has none its AAAA records: a replica with both is one replica."""
 
@@ -123,13 +111,13 @@ class _Dns:
         return v4 or v6
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """As of a Registry."""
 
 
 class Directory:
     """Follows the places where the replicas of one pool are listed."""
 
-    def __init__(self, fixed: Sequence[str], sources: Sequence[_Source], settings: DirectorySettings) -> None:
+    def __init__(self, fixed: Sequence[str], sources: Sequence[Registry | _Dns], settings: DirectorySettings) -> None:
         self._fixed, self._sources, self._settings = frozenset(fixed), sources, settings
         self._found: dict[str, frozenset[str]] = {}
 
@@ -160,7 +148,7 @@ class Directory:
             for source in self._sources:
                 group.create_task(self._follow(source, notify))
 
-    async def _follow(self, source: _Source, notify: Callable[[], None]) -> None:
+    async def _follow(self, source: Registry | _Dns, notify: Callable[[], None]) -> None:
         """Poll. For one lease after a failure no address is removed: replicas need that long to register again."""
         clock = asyncio.get_running_loop().time
         last: frozenset[str] = frozenset()
@@ -194,7 +182,7 @@ def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySe
     if not places:
         raise InvalidField(field, "names none")
     fixed: list[str] = []
-    sources: dict[str, _Source] = {}
+    sources: dict[str, Registry | _Dns] = {}
     for place in places:
         if place == "redis":
             if not settings.redis:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import coppice
 from coppice.config.sections import TelemetrySettings
@@ -28,6 +28,7 @@ GENERATE = "coppice.v1.GenerationService.Generate"
 _EXPORT_S = 2  # longest time to send a batch, at the end of the process too
 _SPANS, _LATE_S = 1 << 17, 86400  # of a process that writes its spans to a file
 Facts = dict[str, str | int | float]
+Metadata = Sequence[tuple[str, str]]
 _step_interval = TelemetrySettings().step_interval
 
 
@@ -53,18 +54,14 @@ def start(settings: TelemetrySettings, service: str) -> None:
     if folder == settings.otlp_endpoint:
         exported = BatchSpanProcessor(OTLPSpanExporter(settings.otlp_endpoint, timeout=_EXPORT_S))
     else:  # at the end, so that writing them slows no step
-        lines = ConsoleSpanExporter(out=_file(folder, service), formatter=lambda span: span.to_json(None) + "\n")
+        try:
+            out = (Path(folder) / f"{service}-{os.getpid()}.jsonl").open("w")
+        except OSError as error:
+            raise InvalidField("telemetry.otlp_endpoint", f"cannot write to {folder}: {error.strerror}") from None
+        lines = ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(None) + "\n")
         exported = BatchSpanProcessor(lines, _SPANS, 1e3 * _LATE_S, _SPANS)
     provider.add_span_processor(exported)
     set_tracer_provider(provider)
-
-
-def _file(folder: str, service: str) -> TextIO:
-    """A file of this process's own in a folder. Raises InvalidField."""
-    try:
-        return (Path(folder) / f"{service}-{os.getpid()}.jsonl").open("w")
-    except OSError as error:
-        raise InvalidField("telemetry.otlp_endpoint", f"cannot write to {folder}: {error.strerror}") from None
 
 
 def stop() -> None:
@@ -98,7 +95,7 @@ class Trace:
             began += length
 
     def _add(self, above: Span, name: str, began: int, ended: int, facts: Facts | None = None) -> Span:
-        span = _start(name, _below(above), start_time=self._epoch + began, attributes=facts)
+        span = _start(name, _api().set_span_in_context(above), start_time=self._epoch + began, attributes=facts)
         span.end(self._epoch + ended)
         return span
 
@@ -110,22 +107,20 @@ def current() -> Trace | None:
     return Trace(span) if span is not None and span.is_recording() else None
 
 
-def metadata() -> Sequence[tuple[str, str]]:
-    """What hands the trace of the call that this task serves on to a call that it makes."""
+def metadata() -> Metadata:
+    """Metadata that hands the trace of the call that this task serves on to a call that it makes."""
     api = _api()
-    return _written(_below(api.get_current_span())) if api else ()
+    return _written(api.get_current_span()) if api else ()
 
 
 @contextmanager
-def calling(name: str) -> Iterator[Sequence[tuple[str, str]] | None]:
+def calling(name: str) -> Iterator[Metadata | None]:
     """A span of a client's call, below the caller's own span if it has one; gives the metadata to call with."""
-    api = _api()
-    if api is None:
+    if (api := _api()) is None:
         yield None
         return
-    span = _start(name, None, kind=api.SpanKind.CLIENT)
-    with _ended(span):
-        yield _written(_below(span))
+    with _ended(_start(name, None, kind=api.SpanKind.CLIENT)) as span:
+        yield _written(span)
 
 
 @contextmanager
@@ -139,18 +134,20 @@ def serving(method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Iterato
     from opentelemetry.context import Context
 
     above = _propagator().extract(carrier, Context())
-    span = _start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)
-    with _ended(span), api.use_span(span, record_exception=False, set_status_on_exception=False):
+    with (
+        _ended(_start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)) as span,
+        api.use_span(span, record_exception=False, set_status_on_exception=False),
+    ):
         yield
 
 
 @contextmanager
-def _ended(span: Span) -> Iterator[None]:
+def _ended(span: Span) -> Iterator[Span]:
     """End a span, as failed when an error passes. The error's name says which; its text may quote the request."""
     from opentelemetry.trace import StatusCode
 
     try:
-        yield
+        yield span
     except Exception as error:  # not those by which a call is left early
         span.set_status(StatusCode.ERROR, type(error).__name__)
         raise
@@ -168,18 +165,13 @@ def _start(name: str, above: Context | None, **options: Any) -> Span:
     return span
 
 
-def _below(span: Span) -> Context:
-    context: Context = _api().set_span_in_context(span)
-    return context
-
-
 def _propagator() -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator()
 
 
-def _written(context: Context) -> Sequence[tuple[str, str]]:
+def _written(span: Span) -> Metadata:
     carrier: dict[str, str] = {}
-    _propagator().inject(carrier, context)
+    _propagator().inject(carrier, _api().set_span_in_context(span))
     return tuple(carrier.items())
