@@ -34,6 +34,8 @@ from .answering import Answering
 from .app import make_app
 from .page import FILES, add_page, is_served
 
+log = structlog.get_logger()
+
 LIVES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
 OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}
@@ -158,11 +160,8 @@ def check_parts(body: bytes | bytearray) -> None:
     raise InvalidField("body", "has more lists, objects, strings or entries than any request")
 
 
-log = structlog.get_logger()
-
 _IDLE_S = 75  # a connection on which no whole head of a request comes is closed
 _FILES_A_CALL = 8  # descriptors of the process for each call that is taken at once; connections have half of them
-_BACKLOG = 2048  # connections that wait to be accepted
 _LAST_WORDS_S = 2  # for what is cut to tell its client
 
 
@@ -171,12 +170,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process: they end gRPC and HTTP together."""
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let many connections wait, but asyncio accept one at a time: it logs each failure of `backlog` in a row."""
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(_BACKLOG)
 
 
 class _Connection(H11Protocol):
@@ -214,7 +207,6 @@ class HttpServer:
             host=settings.server.host,
             port=settings.orchestrator.http_port,
             http=_Connection,  # h11 bounds the bytes of headers
-            backlog=1,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -17,6 +17,8 @@ from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from tests.tiny import make_target
 
 VOCAB = 300
+HEADS, SEATS = ("specblock-code", "lookup"), 16
+"""of the demo's stack"""
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,32 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
     assert not running.unclean
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The demo's target with two heads, HTTP and the page. Machines may be busy: no head is benched, nothing pruned."""
+    logs = tmp_path_factory.mktemp("demo")
+    seats = {
+        "limits.sessions": SEATS,
+        "limits.queued": 0,
+        "server.grace_s": 0.5,
+        "orchestrator.draft_deadline_ms": 2000,
+    }
+    spec = StackSpec.demo(
+        heads=tuple(map(HeadSpec.shipped, HEADS)),
+        dtype="float32",
+        http_port=0,
+        verifier_threads=1,
+        drafter_threads=1,
+        extra={"orchestrator": seats, "verifier": {"verifier.prune": False}},
+    )
+    with Stack(spec, log_dir=logs) as running:
+        yield running
+    assert not running.unclean
+    log = (logs / "orchestrator.log").read_text()
+    assert "Traceback" not in log
+    assert "unexpected error" not in log
 
 
 @pytest.fixture(scope="module")

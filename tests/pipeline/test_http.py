@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -27,36 +26,19 @@ from pydantic import SecretStr
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from tests.node import node_modules
+from tests.pipeline.conftest import HEADS, SEATS
 from tests.signals import eventually
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
-HEADS = ("specblock-code", "lookup")
-SEATS = 16
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    logs = tmp_path_factory.mktemp("logs")
-    told = {"limits.sessions": SEATS, "limits.queued": 0, "server.grace_s": 0.5}
-    spec = StackSpec.demo(
-        heads=tuple(map(HeadSpec.shipped, HEADS)),
-        dtype="float32",
-        http_port=0,
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": told},
-    )
-    with Stack(spec, log_dir=logs) as running:
-        yield running
-    assert not running.unclean
-    log = (logs / "orchestrator.log").read_text()
-    assert "Traceback" not in log
-    assert "unexpected error" not in log
+def stack(demo: Stack) -> Stack:
+    return demo
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +109,6 @@ def test_a_chat_is_the_text_of_grpc_whole_and_streamed(client: openai.OpenAI, gr
     )
     assert again.usage
     assert again.usage.completion_tokens == 2
-
-
-def test_several_clients_share_an_event_loop(url: str, grpc_client: Client) -> None:
-    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
-        stream = await client.completions.create(
-            model="target", prompt=PROMPT, seed=seed, max_tokens=24, stream=True, temperature=1
-        )
-        return "".join([part.choices[0].text async for part in stream])
-
-    async def four() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-            return await asyncio.gather(*[one(client, seed) for seed in range(4)])
-
-    wanted = [grpc_client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=24).text for seed in range(4)]
-    assert asyncio.run(four()) == wanted
 
 
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Client) -> None:
@@ -247,77 +214,36 @@ def test_a_chat_tells_log_probs(client: openai.OpenAI, stream: bool) -> None:
         assert len(one.top_logprobs) == 2
 
 
-def test_least_lengths_hold_off_the_end(client: openai.OpenAI) -> None:
-    options: Any = {"model": "target", "prompt": PROMPT, "temperature": 0, "stop": ["\n", " "]}
-    ended = client.completions.create(max_tokens=8, **options)
-    assert ended.usage
-    assert ended.usage.completion_tokens < 8
-    longer = client.completions.create(max_tokens=8, extra_body={"min_tokens": 8}, **options)
-    assert longer.usage
-    assert longer.usage.completion_tokens == 8
-
-
-def test_bias_and_penalties_are_those_of_grpc(client: openai.OpenAI, grpc_client: Client) -> None:
+def test_lengths_bias_and_penalties_are_those_of_grpc(client: openai.OpenAI, grpc_client: Client) -> None:
+    stops: Any = {"model": "target", "prompt": PROMPT, "temperature": 0, "stop": ["\n", " "], "max_tokens": 8}
+    answers = [client.completions.create(**stops, extra_body={"min_tokens": least}).usage for least in (0, 8)]
+    assert [answer and answer.completion_tokens < 8 for answer in answers] == [True, False]
     options: Any = {"temperature": 1.0, "seed": 9, "frequency_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9}
-    bias = {65: 5.0, 66: -100.0}
-    wanted = grpc_client.generate(PROMPT, max_new_tokens=24, logit_bias=bias, min_p=0.01, top_k=50, **options)
-    biased: Any = {str(token): value for token, value in bias.items()}
-    answer = client.completions.create(
-        model="target",
-        prompt=PROMPT,
-        max_tokens=24,
-        logit_bias=biased,
-        extra_body={"min_p": 0.01, "top_k": 50},
-        **options,
-    )
-    assert answer.choices[0].text == wanted.text
-
-
-def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client: Client, stack: Stack) -> None:
-    """Only the tokens of two characters of several bytes may be drawn, in whatever order they come."""
-    told = [json.loads(asked(stack, "/tokenize", {"prompt": text})[2]) for text in ("é", "語")]
-    ids = sorted({token for one in told for token in one["tokens"]})
-    bias: Any = dict.fromkeys(ids, 100.0)
-    wanted = grpc_client.generate("é語", temperature=1.0, seed=1, max_new_tokens=64, logit_bias=bias)
-    parts = client.completions.create(
-        model="target",
-        prompt="é語",
-        seed=1,
-        max_tokens=64,
-        logit_bias={str(token): 100 for token in ids},
-        stream=True,
-    )
-    texts = [part.choices[0].text for part in parts]
-    assert "".join(texts) == wanted.text
-    assert any(character > "\x7f" and character != "\ufffd" for character in wanted.text)
-    assert len(texts) < 64  # some tokens are no character
+    more: Any = {"min_p": 0.01, "top_k": 50}
+    wanted = grpc_client.generate(PROMPT, max_new_tokens=24, logit_bias={65: 5.0, 66: -100.0}, **more, **options)
+    options |= {"model": "target", "prompt": PROMPT, "max_tokens": 24, "logit_bias": {"65": 5, "66": -100}}
+    assert client.completions.create(**options, extra_body=more).choices[0].text == wanted.text
 
 
 @pytest.mark.parametrize(
     ("change", "status", "field"),
     [
         ({"temperature": -1}, 400, "temperature"),
-        ({"temperature": "1"}, 400, "temperature"),
         ({"temperature": math.nan}, 400, "temperature"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"surprise": 1}, 400, "surprise"),
         ({f"f{number}": 1 for number in range(100)}, 400, "body"),
-        ({"n": 0}, 400, "n"),
         ({"n": 3, "prompt": [PROMPT] * 6}, 400, "prompt"),
         ({"logprobs": 21}, 400, "logprobs"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": 5}, 400, "prompt"),
         ({"prompt": ["a", 5]}, 400, "prompt.1"),
         ({"prompt": "\ud800"}, 400, "prompt"),
-        ({"prompt": ["a", "\ud800"]}, 400, "prompt.1"),
         ({"stop": "\ud800"}, 400, "stop"),
         ({"prompt": [99_999_999]}, 400, "prompt"),
         ({"prompt": [-1]}, 400, "prompt"),
-        ({"prompt": "a " * 5000}, 400, "prompt"),
         ({"policy": "nonsense"}, 400, "policy"),
         ({"budget": 1000}, 400, "budget"),
-        ({"max_tokens": 10**9}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"min_tokens": 5}, 400, "min_tokens"),
         ({"seed": -2}, 400, "seed"),
@@ -327,17 +253,13 @@ def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client
         *[({"logit_bias": {key: 1}}, 400, "logit_bias") for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99)],
         *[({"logit_bias": {"1": value}}, 400, "logit_bias") for value in ("1", True, [])],
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
-        ({"logit_bias": {"4294967296": 1}}, 400, "logit_bias"),
         ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
         ({"logit_bias": {"0": 1, "4096": -1.5}}, 200, None),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"stream_options": {"include_usage": False}}, 200, None),
         ({"stream_options": {}, "seed": -1, "metadata": {"a": "b"}, "store": True, "user": "u"}, 200, None),
         ({"prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "low", "verbosity": "low"}, 200, None),
-        ({"chat_template_kwargs": {}, "add_generation_prompt": True}, 200, None),
         ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
-        ({"add_generation_prompt": False}, 400, "add_generation_prompt"),
         ({"stream": True, "policy": "nonsense"}, 400, "policy"),
         ({"model": "gpt-4"}, 404, None),
         ({"tools": [], "suffix": None, "best_of": 1}, 200, None),
@@ -384,9 +306,7 @@ def test_what_is_wrong_in_a_chat_is_named(stack: Stack, change: dict[str, Any], 
     [
         {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "audio": None, "function_call": None},
         {"role": "assistant"},
-        {"role": "assistant", "content": "", "annotations": [], "refusal": ""},
         {"role": "assistant", "content": "x", "reasoning_content": "because", "name": "bob"},
-        {"role": "user", "content": "", "name": "eve"},
         {"role": "user", "content": []},
         {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
         {"role": "developer", "content": [{"type": "text", "text": "x", "annotations": [1]}]},
@@ -400,50 +320,44 @@ def test_a_history_that_openai_takes_is_taken(stack: Stack, message: dict[str, A
         assert json.loads(data)["usage"]["prompt_tokens"] == counted
 
 
-HOSTILE = (
-    ("/v1/completions", b'{"prompt": [' + b"[]," * 400_000),  # none of them ends, so none can be parsed
-    ("/tokenize", b'{"messages": [' + b'{"role":"user","content":""},' * 50_000),
-    ("/detokenize", b'{"tokens": [' + b"5," * 790_000),
-)
-
-
 def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
-    """Each is refused for its size, though it is no JSON; a stream beside them goes on, and health is told."""
+    """Each is refused for its size before it is parsed, as none of them ends; a stream beside them goes on."""
+    hostile = (
+        ("/v1/completions", b'{"prompt": [' + b"[]," * 400_000),
+        ("/tokenize", b'{"messages": [' + b'{"role":"user","content":""},' * 50_000),
+        ("/detokenize", b'{"tokens": [' + b"5," * 790_000),
+    )
     running = begun(stack, stream=True)
     response = running.getresponse()
     with ThreadPoolExecutor(4) as clients:
-        sent = [clients.submit(asked, stack, path, body) for path, body in HOSTILE * 4]
-        healthy = sum(asked(stack, "/health")[0] == 200 and bool(response.readline()) for _ in range(40))
-        refused = [(status, json.loads(data)["error"]["message"]) for status, _, data in (one.result() for one in sent)]
+        sent = [clients.submit(asked, stack, path, body) for path, body in hostile * 2]
+        assert all(asked(stack, "/health")[0] == 200 and response.readline() for _ in range(20))
+        refused = {
+            (status, json.loads(data)["error"]["message"]) for status, _, data in (each.result() for each in sent)
+        }
     running.close()
-    assert healthy == 40
-    assert set(refused) == {(400, "body: has more lists, objects, strings or entries than any request")}
+    assert refused == {(400, "body: has more lists, objects, strings or entries than any request")}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/completions", b"{", 400),
-        ("/v1/completions", b"\xff", 400),
         ("/v1/completions", b"[" * 5000, 400),
-        ("/v1/completions", b"[1]", 400),
         ("/v1/completions", {"prompt": "a", "\ud800": 1}, 400),
         ("/tokenize", {"prompt": "\ud800"}, 400),
         ("/v1/completions", b"x" * (2 << 20), 413),
         ("/v1/completions", None, 405),
         ("/v1/nothing", None, 404),
-        ("/v1/responses", {"input": "x"}, 404),
         ("/v1/completions", '{"prompt": "a"}'.encode("utf-16"), 400),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 257}, 400),
         ("/detokenize", {"tokens": [5] * 5000}, 400),
         ("/health", None, 200),
-        ("/ping", None, 200),
         ("/ready", None, 200),
         ("/version", None, 200),
         ("/v1/models", None, 200),
         ("/v1/models/target", None, 200),
         ("/v1/models/other", None, 404),
-        ("/tokenize", {"prompt": PROMPT}, 200),
         ("/tokenize", {"messages": CHAT}, 200),
         ("/tokenize", {}, 400),
         ("/detokenize", {"tokens": [5, 6]}, 200),
@@ -492,7 +406,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
     body=st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, VALUES)),
@@ -626,50 +540,6 @@ def test_log_likelihoods_are_the_targets_by_lm_evals_protocol(stack: Stack, refe
         best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][context:-1]]
         assert sum(values) == pytest.approx(wanted, abs=1e-2)
         assert (values == best) == greedy
-
-
-TASKS = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: {kind}
-doc_to_text: "{{{{context}}}}"
-doc_to_target: "{{{{{target}}}}}"
-target_delimiter: ""
-{more}
-metadata: {{version: 1}}
-"""
-
-
-def test_lm_eval_itself_is_answered(stack: Stack, url: str, reference: Reference, tmp_path: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason="it brings 40 packages")
-    document = {"context": CONTEXT, "choices": list(CONTINUATIONS), "label": 0, "answer": "x"}
-    (tmp_path / "documents.jsonl").write_text(json.dumps(document) + "\n")
-    choices = {"name": "choosing", "kind": "multiple_choice", "target": "label", "more": "doc_to_choice: choices"}
-    until = 'generation_kwargs: {until: ["\\n"], max_gen_toks: 16, temperature: 0}'
-    generated = {"name": "generating", "kind": "generate_until", "target": "answer", "more": until}
-    for task in (choices, generated):
-        (tmp_path / f"{task['name']}.yaml").write_text(TASKS.format(file=tmp_path / "documents.jsonl", **task))
-    found = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={
-            "model": "target",
-            "base_url": f"{url}/completions",
-            "tokenizer": str(stack.spec.target),
-            "tokenizer_backend": "huggingface",
-            "num_concurrent": 1,
-        },
-        tasks=["choosing", "generating"],
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-    )
-    (chosen,), (said,) = found["samples"]["choosing"], found["samples"]["generating"]
-    for (value, greedy), (wanted, wanted_greedy) in zip(chosen["filtered_resps"], scores(reference), strict=True):
-        assert (float(value), greedy) == (pytest.approx(wanted, abs=1e-2), wanted_greedy)
-    with Client(stack.address) as client:
-        answer = client.generate(CONTEXT, max_new_tokens=16, stop="\n").text
-    assert said["filtered_resps"] == [answer]
 
 
 def test_the_documented_examples_are_answered(url: str) -> None:
