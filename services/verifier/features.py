@@ -6,8 +6,8 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,15 +56,8 @@ class FeatureWindow:
         return first, chunks
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A step's commit, with the (n, F) features of its positions, of `layers`, on the CPU; None if there are none."""
-
-    commit: Commit
-    features: Tensor | None
-    layers: tuple[int, ...]
-
-
+Committed = tuple[Commit, Tensor | None]
+"""A step's commit, and the (n, F) features of its positions on the CPU, of the session's layers, if it has any."""
 Window = tuple[int, list[Tensor], tuple[int, ...]]
 """The position of the first row, the rows chunk by chunk, and the layers that they are of."""
 
@@ -99,7 +92,7 @@ class Feed:
             yield Features(first, count, self._dtype, data)
             first += count
         while (committed := await self._unread.get()) is not None:
-            commit, rows, layers = committed.commit, committed.features, committed.layers
+            commit, rows = committed
             if rows is None or not self.ref.count:
                 yield commit
             else:
@@ -127,12 +120,12 @@ def packed(
     yield count, b"".join(part)
 
 
-def columns(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
-    """The columns of the `wanted` layers, in their order, of (n, F) features that hold those of `layers`."""
+def columns(rows: Any, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
+    """The columns of the `wanted` layers, in their order, of an (n, F) tensor or array with those of `layers`."""
     if wanted == layers:
         return rows
-    by_layer = rows.chunk(len(layers), dim=-1)
-    return torch.cat([by_layer[layers.index(layer)] for layer in wanted], dim=-1)
+    by_layer = rows.reshape(len(rows), len(layers), rows.shape[1] // len(layers))
+    return by_layer[:, [layers.index(layer) for layer in wanted]].reshape(len(rows), -1)
 
 
 def feature_bytes(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
@@ -140,7 +133,5 @@ def feature_bytes(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]
     int16). The event loop calls it: torch would copy with threads, and they are the target's.
     """
     numbers = (rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows).numpy()
-    if wanted != layers:
-        by_layer = np.split(numbers, len(layers), axis=1)
-        numbers = np.concatenate([by_layer[layers.index(layer)] for layer in wanted], axis=1)
-    return numbers.tobytes()
+    data: bytes = columns(numbers, layers, wanted).tobytes()
+    return data

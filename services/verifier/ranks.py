@@ -12,11 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import structlog
@@ -28,80 +27,12 @@ from coppice.config.model_size import ModelSize, free_memory
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import Settings
 from coppice.engine.engine import Engine
-from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
-from coppice.engine.rows import PackedBatch, Tail
+from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField
 from coppice.rpc.server import run_service
 from coppice.stack.process import REFUSED, await_end, environment, spawn
 from coppice.stack.spec import as_flags, checkout
-
-Words = NDArray[np.int64]
-AT_ONCE = 4096
-"""words of the one broadcast that a forward takes unless it has more to say"""
-_PER_TAIL = 4  # arrays
-
-
-def encode(batch: PackedBatch, moves: Sequence[Words]) -> Words:
-    """A forward, and the slots (2, n) that the pool moved before it."""
-    tensors = (batch.tokens, batch.positions, batch.logits_to_keep)
-    moved = np.concatenate(moves, axis=1) if moves else np.empty((2, 0), np.int64)
-    arrays = [*(tensor.numpy() for tensor in tensors), np.array(batch.feature_layers, np.int64), moved.ravel()]
-    for tail in batch.tails:
-        bits = np.packbits(tail.visible)
-        facts = [tail.prefix, *tail.visible.shape, tail.table.consecutive]
-        positions = np.empty(0, np.int64) if tail.positions is None else tail.positions
-        padded = np.pad(bits, (0, -len(bits) % 8)).view(np.int64)
-        arrays += [np.array(facts, np.int64), tail.table.blocks, positions, padded]
-    lengths = [len(array) for array in arrays]
-    return np.concatenate([[len(arrays)], lengths, *arrays])
-
-
-def decode(words: Words, block_size: int) -> tuple[PackedBatch, Words]:
-    """What `encode` was given; the moves as one array. Block tables are good for a forward alone."""
-    count = int(words[0])
-    arrays = np.split(words[1 + count :], np.cumsum(words[1 : 1 + count])[:-1])
-    tokens, positions, kept, layers, moved, *of_tails = arrays
-    tails: list[Tail] = []
-    for first in range(0, len(of_tails), _PER_TAIL):
-        facts, blocks, at, bits = of_tails[first : first + _PER_TAIL]
-        prefix, rows, keys, consecutive = map(int, facts)
-        visible = np.unpackbits(bits.view(np.uint8), count=rows * keys).reshape(rows, keys).view(np.bool_)
-        table = BlockTable("", block_size, blocks, prefix + keys, bool(consecutive))
-        tails.append(Tail(table, prefix, visible, at if len(at) else None))
-    batch = PackedBatch(
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        tails=tuple(tails),
-        logits_to_keep=torch.from_numpy(kept),
-        feature_layers=tuple(map(int, layers)),
-    )
-    return batch, moved.reshape(2, -1)
-
-
-def send(words: Words) -> None:
-    """Rank 0's broadcast: its length and the first words, and the rest in a second one if there is any."""
-    first = torch.zeros(AT_ONCE, dtype=torch.int64)
-    first[0] = len(words)
-    head, rest = words[: AT_ONCE - 1], words[AT_ONCE - 1 :]
-    first[1 : 1 + len(head)] = torch.from_numpy(head)
-    dist.broadcast(first, 0)
-    if len(rest):
-        dist.broadcast(torch.from_numpy(rest), 0)
-
-
-def receive() -> Words:
-    """What `send` was given, in the other ranks."""
-    first = torch.empty(AT_ONCE, dtype=torch.int64)
-    dist.broadcast(first, 0)
-    length = int(first[0])
-    head = first[1 : 1 + length].numpy()
-    if len(head) == length:
-        return head
-    rest = torch.empty(length - len(head), dtype=torch.int64)
-    dist.broadcast(rest, 0)
-    return np.concatenate([head, rest.numpy()])
-
 
 log = structlog.get_logger()
 
@@ -110,6 +41,17 @@ SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invaria
 """settings that other ranks need"""
 _PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
 _STOP_S, _LAST_WORDS_S = 5.0, 3.0
+
+Forward = tuple[PackedBatch, list[NDArray[np.int64]]]
+"""a forward, and the slots (2, n) that the pool moved before it, in their order"""
+
+
+def share(forward: Forward | None = None) -> Forward:
+    """Send a forward to all other ranks, from rank 0, or receive it there."""
+    sent: list[Any] = [forward]
+    dist.broadcast_object_list(sent, device=torch.device("cpu"))
+    meant: Forward = sent[0]
+    return meant
 
 
 class Ranks:
@@ -141,7 +83,12 @@ class Ranks:
                     process.wait(_LAST_WORDS_S / len(self._processes))
             raise
         engine.pool.moves = []
-        engine.tell = lambda batch: self._tell(engine, batch)
+
+        def tell(batch: PackedBatch) -> None:
+            moves, engine.pool.moves = engine.pool.moves or [], []
+            share((batch, moves))
+
+        engine.tell = tell
         return engine
 
     def stop(self) -> None:
@@ -156,10 +103,6 @@ class Ranks:
         """End this process at once, and with it all others."""
         log.error("the ranks of the target end together", why=why)
         os._exit(1)
-
-    def _tell(self, engine: Engine, batch: PackedBatch) -> None:
-        moves, engine.pool.moves = engine.pool.moves or [], []
-        send(encode(batch, moves))
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -206,12 +149,11 @@ def follow(engine: Engine) -> None:
     """Do what rank 0 does until it ends."""
     while True:
         try:
-            words = receive()
+            batch, moves = share()
         except RuntimeError:  # its connection closed
             return
-        batch, moved = decode(words, engine.pool.block_size)
-        if moved.size:
-            engine.pool.move(moved)
+        for slots in moves:
+            engine.pool.move(slots)
         engine.forward(batch)
 
 

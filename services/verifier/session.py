@@ -162,9 +162,9 @@ class Session:
             request.stop_ids,
             request.min_len,
         )
-        size, wanted = self.table.block_size, request.feature_layers
+        size, layers = self.table.block_size, request.feature_layers
         for number, block in enumerate(prefix.blocks):
-            own = columns(block.features, block.layers, wanted) if block.features is not None and wanted else None
+            own = columns(block.features, block.layers, layers) if block.features is not None and layers else None
             self._take(request.ids[number * size : (number + 1) * size], own)
 
     @property
@@ -242,50 +242,46 @@ class Session:
             ids, log_probs = rows.law(node)
             if len(ids) <= MAX_ROW_SUPPORT:
                 return NextRoot(Row(ids, log_probs, rows.raw(node, ids) if want else None))
-        return NextRoot(None, drawn, float(rows.raw(node, np.array([drawn]))[0]) if want else 0.0)
+        return NextRoot(None, drawn, rows.log_prob(node, drawn) if want else 0.0)
 
     def walk(self, step: VerifyStep, rows: TargetRows) -> None:
         """Walk a step's tree, or what is left of it: which of the rows are text.
 
         Raises InvalidField, and ValueError on a row that decode_row refuses.
         """
-        tree, stop_ids = rows.job.tree, self.request.stop_ids
-        limit = self.request.max_len - self.committed_len - 1
+        tree, request = rows.job.tree, self.request
         try:
             drawn: Callable[[int], int] = rows.draw
             if step.q_rows is not None and len(tree):
                 q_rows = step.q_rows[: len(tree)]  # a chain that was cut to the room there is has lost its end
-                drawn = pq_draws(tree, rows.law, q_rows, self.request.sampling.seed, self.committed_len)
-            rows.walk = walk(tree, drawn, stop_ids, limit)
+                drawn = pq_draws(tree, rows.law, q_rows, request.sampling.seed, self.committed_len)
+            rows.walk = walk(tree, drawn, request.stop_ids, request.max_len - self.committed_len - 1)
         except TreeError as error:
             raise InvalidField(f"step.{error.field}", str(error)) from None
         rows.text = (0, *rows.walk.path)
 
     def judge(self, step: VerifyStep, rows: TargetRows, hint: int | None = None) -> Verdict:
         """Commit what the walk over a step's rows accepted, and say where the next root comes from (timings empty)."""
-        job, outcome, features = rows.job, rows.walk, rows.features
-        tree, path, kept = job.tree, outcome.path, rows.text
-        ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
+        job, path, drawn, request = rows.job, rows.walk.path, rows.walk.drawn, self.request
+        ids = [step.root, *job.tree.tokens[np.array(path, np.int64) - 1].tolist()]
         self.step = step.fence.step
-        self.commit(ids, features)
-        last = self.committed_len + 1 >= self.request.max_len  # the root is
-        self.over = last or outcome.drawn is None or outcome.drawn in self.request.stop_ids
+        self.commit(ids, rows.features)
+        last = self.committed_len + 1 >= request.max_len  # the root is
+        self.over = last or drawn is None or drawn in request.stop_ids
         if self.feeds:
-            commit = Commit(self.fence, tuple(ids), None if self.over else outcome.drawn)
-            self.last = Committed(commit, features, self.request.feature_layers)
-        root = None
-        if outcome.drawn is not None:
-            root = self._next_root(rows, kept[-1], outcome.drawn, keyed=step.q_rows is None)
+            self.last = Commit(self.fence, tuple(ids), None if self.over else drawn), rows.features
+        root = None if drawn is None else self._next_root(rows, rows.text[-1], drawn, keyed=step.q_rows is None)
+        scored = zip(rows.text, ids[1:], strict=False) if request.want_log_probs else ()
         return Verdict(
             fence=self.fence,
             accepted=tuple([job.verified[node - 1] for node in path]) if job.verified else path,
             next=root,
             timings=VerifyTimings(),
             verified=job.verified,
-            log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
-            pruned=len(tree) < len(step.tree),
+            log_probs=tuple([rows.log_prob(node, token) for node, token in scored]),
+            pruned=len(job.tree) < len(step.tree),
             budget_hint=hint,
-            top=rows.tops(kept if root else kept[:-1], self.request.top_log_probs),
+            top=rows.tops(rows.text if root else rows.text[:-1], request.top_log_probs),
         )
 
 
@@ -366,12 +362,9 @@ class TargetRows:
         self.walk = Walk((), None)
         self.features: Tensor | None = None
         """(len(text), F) of these rows on the host, if the session wants any"""
-        self._tree, self._root = job.tree, [job.step.root] if job.step else []
-        self._node_0 = len(logits) - len(self._tree) - 1  # behind rows of a prompt that are scored
-        self._sampling, self._penalties = job.session.request.sampling, job.session.penalties
-        self._next = job.piece.prefix_len + (1 if job.step else len(job.piece.tokens))  # position behind node 0
-        self._drawn = drawn
-        self._wide = logits.shape[1] > MAX_ROW_SUPPORT and self._sampling.keeps_all(logits.shape[1])
+        self._node_0 = len(logits) - len(job.tree) - 1  # behind rows of a prompt that are scored
+        self._sampling, self._drawn, width = job.session.request.sampling, drawn, logits.shape[1]
+        self._wide = width > MAX_ROW_SUPPORT and self._sampling.keeps_all(width)
         self.sends_ids = self._wide or bool(drawn)
         """no row can be sent, or none is on the host: the next root is drawn here"""
         self._plain: dict[int, NDArray[np.float32]] = {}
@@ -396,16 +389,18 @@ class TargetRows:
         """The id behind a node, drawn with the keyed noise. Raises ValueError on a row that decode_row refuses."""
         if self._drawn and (drawn := self._drawn[self._node_0 + node]) >= 0:
             return drawn
-        position = self._next + len(path_to(self._tree, node))
+        piece = self.job.piece
+        position = piece.prefix_len + piece.depths[piece.keep[self._node_0 + node]] + 1
         if self._wide:
             return draw_logits(self._adjusted(node), self._sampling, position)
         return draw(*self.law(node), self._sampling.seed, position)
 
     def _adjusted(self, node: int) -> NDArray[np.float32]:
-        if self._penalties is None:
+        job, penalties = self.job, self.job.session.penalties
+        if penalties is None:
             return self[node]
-        path = self._tree.tokens[np.array(path_to(self._tree, node), np.int64) - 1].tolist()
-        return self._penalties.adjusted(self[node], [*self._root, *path])
+        path = job.tree.tokens[np.array(path_to(job.tree, node), np.int64) - 1].tolist()
+        return penalties.adjusted(self[node], [job.step.root, *path] if job.step else path)
 
     def raw(self, node: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Log-probabilities of ids at a node at T=1, before any penalty."""
@@ -418,20 +413,19 @@ class TargetRows:
         log_probs: NDArray[np.float32] = (row[ids] - highest - self._mass[node]).astype(np.float32)
         return log_probs
 
-    def best(self, node: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The `count` most probable ids at a node at T=1, the best first, and their log-probabilities."""
-        row = self[node]
-        ids = largest(row, count)
-        ids = ids[np.argsort(-row[ids], kind="stable")[:count]]
-        return ids, self.raw(node, ids)
-
-    def log_probs_along(self, nodes: Sequence[int], ids: list[int]) -> tuple[float, ...]:
-        """Raw log-probability of each id at the node before it."""
-        return tuple([float(self.raw(node, np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)])
+    def log_prob(self, node: int, token: int) -> float:
+        """The same of one id."""
+        return float(self.raw(node, np.array([token]))[0])
 
     def tops(self, nodes: Sequence[int], count: int) -> tuple[TopLogProbs, ...]:
-        """The `count` most probable ids behind each node; nothing for a count of 0."""
-        return tuple([TopLogProbs(*self.best(node, count)) for node in nodes]) if count else ()
+        """The `count` most probable ids behind each node at T=1, the best first; nothing for a count of 0."""
+        tops = []
+        for node in nodes if count else ():
+            row = self[node]
+            ids = largest(row, count)
+            ids = ids[np.argsort(-row[ids], kind="stable")[:count]]
+            tops.append(TopLogProbs(ids, self.raw(node, ids)))
+        return tuple(tops)
 
 
 def split(jobs: Sequence[Job], logits: Tensor, drawn: Sequence[int] = ()) -> Iterator[TargetRows]:

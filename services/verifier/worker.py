@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,7 +25,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
-from .features import Committed, Feed, Window
+from .features import Committed, Feed
 from .generation_config import repetition_penalty
 from .prefix import PrefixCache
 from .ranks import Ranks, check_devices, load
@@ -61,8 +61,7 @@ class Worker(BatchingThread):
         self.repetition_penalty = 1.0  # of sessions that set none; known once the target is loaded
         self._sessions: dict[int, Session] = {}  # by key
         self._by_name: dict[str, Session] = {}
-        self._prefills: deque[Job] = deque()
-        self._steps: dict[int, Job] = {}
+        self._jobs: dict[int, Job] = {}  # of sessions that are opened or have a step, by key, in the order they came
         self._answers: list[tuple[Answer, Any]] = []
         self._fed: list[tuple[Feed, Committed | None]] = []
         self._pruner: Pruner | None = None
@@ -78,28 +77,26 @@ class Worker(BatchingThread):
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
         """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
-        opened: SessionOpened = await self._ask(lambda answer: self._take_open(key, request, answer, arrived))
+        opened: SessionOpened = await self._ask(partial(self._take_open, key, request, arrived))
         return opened
 
     async def verify(self, key: int, step: VerifyStep, arrived: int) -> Verdict:
         """One tree of a session, which came at `arrived` of `perf_counter_ns`. Raises StaleFence, InvalidField."""
-        verdict: Verdict = await self._ask(lambda answer: self._take_step(key, step, answer, arrived))
+        verdict: Verdict = await self._ask(partial(self._take_step, key, step, arrived))
         return verdict
 
     def follow(self, ref: FeatureRef) -> Feed:
         """Feature rows of a session from a position on, then what each step commits, until `cancel`."""
-
-        def begin(feed: Feed) -> Awaitable[Window]:
-            return self._ask(lambda answer: self._take_follow(feed, answer))
-
-        def end(feed: Feed) -> None:
-            self.post(lambda: self._take_unfollow(feed))
-
-        return Feed(ref, self.engine.info.dtype, begin, end)
+        return Feed(
+            ref,
+            self.engine.info.dtype,
+            lambda feed: self._ask(partial(self._take_follow, feed)),
+            lambda feed: self.post(partial(self._take_unfollow, feed)),
+        )
 
     def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
-        self.post(lambda: self._take_close(key))
+        self.post(partial(self._take_close, key))
 
     async def _ask(self, take: Callable[[Answer], None]) -> Any:
         """Have `take` done on the thread, and wait for its answer; whatever it raises is the answer."""
@@ -140,11 +137,11 @@ class Worker(BatchingThread):
 
     def idle(self) -> bool:
         """Whether neither a step nor a prompt waits."""
-        return not (self._steps or self._prefills)
+        return not self._jobs
 
     def waiting(self) -> Collection[Hashable]:
         """Sessions with a step, also beside prompts."""
-        return self._steps
+        return [key for key, job in self._jobs.items() if job.step]
 
     def serve(self) -> None:
         """Run one packed forward over every waiting step and as much of the prompts as fits; send the answers."""
@@ -152,7 +149,7 @@ class Worker(BatchingThread):
             self._forward()
         self._deliver()
 
-    def _take_open(self, key: int, request: OpenSession, answer: Answer, arrived: int) -> None:
+    def _take_open(self, key: int, request: OpenSession, arrived: int, answer: Answer) -> None:
         """Admit a session and give it its KV. Raises InvalidField, and Unavailable while the pool has no room: the
         blocks of a closing session are on their way back.
         """
@@ -174,15 +171,15 @@ class Worker(BatchingThread):
             raise
         self._sessions[key] = self._by_name[request.session] = session
         self.metrics.opened.inc()
-        self._prefills.append(Job(session, answer, arrived))
+        self._jobs[key] = Job(session, answer, arrived)
 
-    def _take_step(self, key: int, step: VerifyStep, answer: Answer, arrived: int) -> None:
+    def _take_step(self, key: int, step: VerifyStep, arrived: int, answer: Answer) -> None:
         if key not in self._sessions:
             raise NotFound("the session is not open")
         session = self._sessions[key]
         session.check_fence(step.fence)
         self._rejoin.came(key, arrived / 1e9)
-        self._steps[key] = Job(session, answer, arrived, step, step.tree)
+        self._jobs[key] = Job(session, answer, arrived, step, step.tree)
 
     def _take_close(self, key: int) -> None:
         session = self._sessions.pop(key, None)
@@ -191,8 +188,7 @@ class Worker(BatchingThread):
         del self._by_name[session.request.session]
         self._cache.close(session.prefix)
         self.metrics.closed.inc()
-        self._steps.pop(key, None)
-        self._prefills = deque(job for job in self._prefills if job.session is not session)
+        self._jobs.pop(key, None)
         self._rejoin.closed(key)
         self._fed += ((feed, None) for feed in session.feeds)
         self._note_kv()
@@ -214,6 +210,7 @@ class Worker(BatchingThread):
         """One packed forward, and what each session makes of its part."""
         taken = time.perf_counter_ns()
         jobs = self._schedule()
+        steps = [job.session.key for job in jobs if job.step]
         for job in jobs:
             job.started = job.started or taken
         layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
@@ -228,29 +225,27 @@ class Worker(BatchingThread):
             for job in jobs:
                 self._answer(job, error)
         else:
-            shared = self._account(jobs, output, started)
+            shared = self._account(jobs, steps, output, started)
             parts = self._walk(split(jobs, output.logits, drawn))
             take_features(parts, output.features, layers)
-            self._answer_all(parts, shared)
+            self._answer_all(parts, shared, self._pruner.hint(len(steps)) if self._pruner and steps else None)
             going_on = [rows.job.session.key for rows in parts if rows.job.step and not rows.job.session.over]
             self.served(output.forward_ns / 1e9, going_on, time.perf_counter())
-        self._steps.clear()
-        if self._prefills:
-            self._prefills = deque(job for job in self._prefills if not job.answered)
+        self._jobs = {key: job for key, job in self._jobs.items() if not job.answered}
         self._note_kv()
 
     def _schedule(self) -> list[Job]:
         """Lay the rows of every waiting step with the nodes that pay, and of the prompts' next chunks that fit."""
         chunks: list[Job] = []
+        steps: list[Job] = []
         room = PREFILL_ROWS
-        for job in self._prefills:
-            if room <= 0:
-                break
-            room -= job.lay_chunk(room)
-            chunks.append(job)
-        steps = list(self._steps.values())
-        for job in steps:
-            job.cut(job.session.room)
+        for job in self._jobs.values():
+            if job.step:
+                job.cut(job.session.room)
+                steps.append(job)
+            elif room > 0:
+                room -= job.lay_chunk(room)
+                chunks.append(job)
         if self._pruner is not None:
             self._pruner.cut(steps, PREFILL_ROWS - room)
         for job in steps:
@@ -258,8 +253,8 @@ class Worker(BatchingThread):
                 job.lay_tree(job.step.root)
         return [*steps, *chunks]
 
-    def _account(self, jobs: list[Job], output: ForwardOutput, started: int) -> VerifyTimings:
-        """What all sessions of a forward are told of it; metrics and the pruner learn from it."""
+    def _account(self, jobs: list[Job], steps: list[int], output: ForwardOutput, started: int) -> VerifyTimings:
+        """What all sessions of a forward are told of it; metrics and the pruner learn from it. steps: of which keys."""
         rows, plain_ns, ended = sum([len(job.piece.tokens) for job in jobs]), 0, time.perf_counter_ns()
         self.metrics.forwards.inc()
         self.metrics.rows.inc(rows)
@@ -268,7 +263,7 @@ class Worker(BatchingThread):
         for job in jobs:
             job.forward_ns += forward_ns
         if self._pruner is not None:
-            decoded, awaited = len(jobs) == len(self._steps), not self._rejoin.expected.isdisjoint(self._steps)
+            decoded, awaited = len(jobs) == len(steps), not self._rejoin.expected.isdisjoint(steps)
             share = self._pruner.ran(rows, started / 1e9, ended / 1e9, decoded=decoded, awaited=awaited)
             plain_ns = int(share * forward_ns)
         return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
@@ -290,10 +285,9 @@ class Worker(BatchingThread):
         self.engine.pool.compact(kept)
         return walked
 
-    def _answer_all(self, parts: Sequence[TargetRows], shared: VerifyTimings) -> None:
+    def _answer_all(self, parts: Sequence[TargetRows], shared: VerifyTimings, hint: int | None) -> None:
         """Commit every session's part, and answer it if it is complete."""
         began = time.perf_counter_ns()
-        hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
         for rows in parts:
             job, session = rows.job, rows.job.session
             answer: SessionOpened | Verdict | None
@@ -326,15 +320,11 @@ class Worker(BatchingThread):
         return None if rows.job.prefill_left else session.opened(rows, self._prompt_features(session))
 
     def _prompt_features(self, session: Session) -> Features | None:
-        end = session.features.end
-        count = min(end - session.features.start, self.settings.feature_window)  # it holds whole chunks, maybe more
-        layers = session.request.feature_layers
-        if not layers:
-            start, count = session.committed_len, 0
-        elif not count:
+        window, layers = session.features, session.request.feature_layers
+        count = min(window.end - window.start, window.most)  # it holds whole chunks, maybe more
+        if layers and not count:
             return None
-        else:
-            start = end - count
+        start = session.committed_len - count
         ref = FeatureRef(self.address, session.request.session, start, count, layers)
         return Features(start, count, self.settings.dtype, None, ref)
 

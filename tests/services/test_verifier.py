@@ -209,7 +209,7 @@ def continuation(model: Any, ids: Sequence[int], count: int, sampling: SamplingP
     return text[len(ids) :]
 
 
-def junk_tree(random: random.Random, good: Sequence[int], nodes: int) -> DraftTree:
+def junk_tree(random: random.Random, good: Sequence[int], nodes: int, vocab_size: int = VOCAB) -> DraftTree:
     """A random tree into which the true continuation may be woven; scores fall along paths."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -221,7 +221,7 @@ def junk_tree(random: random.Random, good: Sequence[int], nodes: int) -> DraftTr
             parent, token = spine, good[depth]
             spine, depth = node, depth + 1
         else:
-            parent, token = random.randrange(max(0, node - 6), node), random.randrange(VOCAB)
+            parent, token = random.randrange(max(0, node - 6), node), random.randrange(vocab_size)
         tokens.append(token)
         parents.append(parent)
         scores.append(scores[parent] - random.random())

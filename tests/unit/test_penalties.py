@@ -124,7 +124,7 @@ def decoded(
     session = Session(1, opening, Prefix(table, [], "", ()), 0, VOCAB)
     session.commit(text, None)
     opened: Any = Job(session, None, 0)  # type: ignore[arg-type]
-    opened.piece = Piece.chain(table, 0, text)
+    opened.piece = Piece.chain(table, 0, text, [len(text) - 1])
     said: NextRoot | None = session.opened(TargetRows(opened, torch.from_numpy(logits_after(text))[None], 0), None).next
     while said is not None and len(text) < length:
         assert said.row is not None

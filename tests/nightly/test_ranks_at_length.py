@@ -1,0 +1,42 @@
+"""How a target on two ranks ends, each time with a service of its own; and a model that cannot be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import OPTConfig, OPTForCausalLM
+
+from tests.processes import Service
+from tests.services.test_ranks import VOCAB, flags, other_ranks, refusal, target
+
+__all__ = ["target"]  # the fixture
+
+
+@pytest.fixture
+def two(start_service: Callable[..., Service], target: Path) -> Service:
+    return start_service("services.verifier", *flags(target, 2), ready_s=150.0)
+
+
+def test_sigterm_ends_both(two: Service) -> None:
+    (rank,) = other_ranks(two)
+    assert two.stop() == 0
+    assert not rank.is_running()
+
+
+def test_a_verifier_that_is_killed_takes_its_ranks_along(two: Service) -> None:
+    (rank,) = other_ranks(two)
+    two.kill()
+    assert rank.wait(60.0) is None  # not our child: it is gone, nobody knows how
+
+
+def test_a_model_that_transformers_cannot_share_is_refused_in_a_line(target: Path, tmp_path: Path) -> None:
+    """What a rank finds while it loads is said, and ends all."""
+    folder = tmp_path / "unplanned"
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1}
+    config = OPTConfig(vocab_size=VOCAB, hidden_size=16, ffn_dim=32, word_embed_proj_dim=16, **heads)
+    OPTForCausalLM(config).save_pretrained(folder)
+    said = refusal(folder, tmp_path)
+    assert f"{folder} cannot be loaded: ValueError" in said
+    assert "OPTForCausalLM` has no `tp_plan`" in said
