@@ -12,13 +12,13 @@ import structlog
 
 from coppice.errors import InvalidField
 from coppice.rpc.tracing import Facts, current
-from coppice.speculation.policy import outcomes
-from coppice.speculation.tree import DraftTree, made_by, makers
+from coppice.speculation.tree import DraftTree, IntArray, paths
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.wire.verifier import SessionOpened
 
+from .outcomes import outcomes
 from .step import Step
 from .text import TextStream
 
@@ -168,6 +168,30 @@ def _step_tree(
         owners=owners,
         routed=routed,
     )
+
+
+def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
+    """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
+
+    A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
+    """
+    if len(deltas) < 2:
+        return tree.depths()[1:]
+    return np.repeat(np.arange(1, len(deltas) + 1), deltas)
+
+
+def makers(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which forward of its drafter made each node, and which heads drafted it as bits: bit h is head h.
+
+    `drafts` are the heads' trees and `made_by` of their nodes. What several heads drafted has the first one's forward.
+    """
+    made: dict[tuple[int, ...], tuple[int, int]] = {}
+    for head, (drafted, forwards) in enumerate(drafts):
+        for path, forward in zip(paths(drafted), forwards.tolist(), strict=True):
+            first, owners = made.get(path, (forward, 0))
+            made[path] = first, owners | 1 << head
+    found = [made[path] for path in paths(tree)]
+    return tuple(forward for forward, _ in found), tuple(owners for _, owners in found)
 
 
 class Account:

@@ -22,10 +22,11 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from coppice.speculation.policy import Policy, outcomes
+from coppice.speculation.policy import Policy
 from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
 
+from .outcomes import outcomes
 from .step import Step, StepPolicy
 
 PLAIN, SINGLE = "plain", "single:"

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc.channels import Dialer
-from coppice.speculation.policy import Calibration, first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
@@ -31,6 +30,7 @@ from coppice.wire import drafter
 from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
 
+from .outcomes import Calibration, first_miss
 from .targets import PROBE_S, Pool, Replica
 from .watch import USELESS, AcceptanceWatch
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from coppice.errors import CoppiceError, InvalidField
-from coppice.speculation.policy import UNION, outcomes, step_log_probs
+from coppice.speculation.policy import UNION
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import paths
 from coppice.wire.common import Features
@@ -18,6 +18,7 @@ from coppice.wire.verifier import NextRoot, SessionOpened, VerifyStep
 
 from .answer import Account, Output
 from .heads import NO_DRAFT, Draft, HeadSession
+from .outcomes import outcomes, step_log_probs
 from .step import Committed, Step, StepPolicy
 from .targets import LOST, TargetSession
 from .watch import best_path

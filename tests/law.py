@@ -26,9 +26,10 @@ from scipy import optimize, stats
 from coppice.heads.base import DraftJob
 from coppice.heads.lm import LanguageModelHead
 from coppice.heads.ngram import sample_chain
-from coppice.speculation.policy import POLICIES, Calibration, Policy, outcomes, step_log_probs
+from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
+from orchestrator.outcomes import Calibration, outcomes, step_log_probs
 from services.verifier.session import pq_draws, walk
 from tests import reference
 from tests.reference import keyed

@@ -24,9 +24,9 @@ from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.feature_head import FeatureHead, Output
 from coppice.heads.models.specblock import BUCKETS
+from coppice.heads.ranking import greedy_ids
 from coppice.heads.rows import Inputs, LastDraft, Rows
 from coppice.limits import MAX_TREE_NODES
-from coppice.speculation.sampling_torch import greedy_ids
 from coppice.speculation.tree import DraftTree
 
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's

@@ -52,7 +52,9 @@ class Noise:
     def _made(self, seed: int, positions: range) -> Tensor:
         """Return the noise of these positions. On a CPU numpy makes it in half of torch's time."""
         if self._ids.is_cuda:
-            return sampling_torch.noise(seed, torch.tensor(positions, device=self._ids.device), self._ids).float()
+            at = torch.tensor(positions, device=self._ids.device)
+            seeds = torch.full_like(at, int(np.uint64(seed).view(np.int64)))
+            return sampling_torch.noise(seeds, at, self._ids).float()
         ids = self._ids.numpy()
         rows = np.empty((len(positions), len(ids)), np.float32)
         for row, position in zip(rows, positions, strict=True):
@@ -99,6 +101,14 @@ class Ranking:
         if absent.any():
             best[absent, -1], log_scores[absent, -1], places[absent] = ids[absent, 0], theirs[absent, 0], width - 1
         return self.ids[best], log_scores, [places, *others]
+
+
+def greedy_ids(rows: Tensor) -> Tensor:
+    """Return the (...) int64 ids of the largest of (..., V) logits, of several the lowest.
+
+    On a CPU numpy's: torch's takes three to seven times as long there.
+    """
+    return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.float().numpy().argmax(-1)))
 
 
 def on_host(*parts: Tensor) -> list[NDArray[Any]]:

@@ -1,20 +1,15 @@
-"""Policies: which heads draft in a step, which tree is verified, and what makes the heads' scores comparable."""
+"""Policies: which heads draft in a step, and which tree is verified."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coppice.errors import InvalidField
 from coppice.machine import extension, extensions
 from coppice.speculation.tree import DraftTree, prune, union
-
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 POLICIES = ("plain", "route", "merge", "auto")  # and single:HEAD
 ADDED = "coppice.policies"
@@ -110,99 +105,3 @@ def route(trees: Sequence[DraftTree]) -> int:
     Calibrate the trees before: heads are as confident as they were trained to be.
     """
     return int(np.argmax([mean_confidence(tree) for tree in trees]))
-
-
-def _reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
-    """For each of the n + 1 nodes its depth where the path to it spells the text, else -1. The root is at depth 0."""
-    reached, end = [0], len(continuation)
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        depth = reached[parent]
-        reached.append(depth + 1 if 0 <= depth < end and continuation[depth] == token else -1)
-    return reached
-
-
-def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] | None:
-    """Where a head's own tree first left the text: (depth of the node it left at, the node); None if it never did.
-
-    `continuation` is the target's tokens after the root. The tree left it at the first node on it that has children
-    none of which is the target's token; a text that leads to a leaf was drafted as far as the tree goes.
-    """
-    reached = _reached(tree, continuation)
-    deepest = max(reached)
-    left = [parent for parent in tree.parents.tolist() if reached[parent] == deepest]
-    return (deepest, min(left)) if left and deepest < len(continuation) else None
-
-
-def outcomes(tree: DraftTree, continuation: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """What the text said about every node of a head's own tree: ((n,) offered, (n,) accepted).
-
-    `continuation` is the target's tokens after the root: the accepted path and the next root. A node was offered when
-    its parent spells the text (the root always does), and accepted when it does too. So a tree that was not verified,
-    or was pruned before it was, is judged like one that was.
-    """
-    reached = np.array(_reached(tree, continuation))
-    before = reached[tree.parents]
-    return (before >= 0) & (before < len(continuation)), reached[1:] >= 0
-
-
-def step_log_probs(tree: DraftTree) -> FloatArray:
-    """(n,) log-probability of each node given its parent, s_i - s_parent, at most 0."""
-    scores: FloatArray = np.concatenate((np.zeros(1), tree.log_probs))
-    return np.minimum(scores[1:] - scores[tree.parents], 0.0)
-
-
-class Calibration:
-    """Online calibration of one head: P(accepted | parent accepted) = sigmoid(scale * logit(q) + shift).
-
-    q is the head's conditional probability of a node. Scale and shift start at the identity (1, 0), where a prior
-    weighs as much as PRIOR_NODES observed nodes, and follow the text by online Newton steps of the logistic loss. The
-    curvature is Boehning's bound of it, 1/4 x x', so that no surprise can overshoot; evidence older than about
-    MEMORY_STEPS steps fades, since heads are trained while they serve. The state is five numbers.
-
-    As scale stays positive, no two children of a node change places; a calibrated node never exceeds its parent.
-    """
-
-    PRIOR_NODES = 64
-    MEMORY_STEPS = 512
-    MAX_LOGIT = 8.0  # a probability nearer to 0 or 1 than 3e-4 is not told from it
-    MAX_CORRECTION = 20.0  # bounds scale and shift, and so every exponent below
-    _PRIOR = (PRIOR_NODES / 4 * 4.0, 0.0, PRIOR_NODES / 4)  # that of nodes with logits of +-2
-
-    def __init__(self) -> None:
-        self.scale, self.shift = 1.0, 0.0
-        # Precision of (scale, shift), a symmetric 2 x 2 matrix: entries 00, 01 and 11.
-        self._precision = self._PRIOR
-
-    def observe(self, step_log_probs: FloatArray, offered: BoolArray, accepted: BoolArray) -> None:
-        """Learn from one step: (n,) conditional log-probs, which nodes were offered, and which of them accepted."""
-        if not offered.any():
-            return
-        seen = zip(self._logits(step_log_probs[offered]).tolist(), accepted[offered].tolist(), strict=True)
-        # Plain floats: a step offers a handful of nodes, too few to pay for array calls.
-        fade = 1 / self.MEMORY_STEPS
-        h00, h01, h11 = (kept + fade * (prior - kept) for kept, prior in zip(self._precision, self._PRIOR, strict=True))
-        g0 = g1 = 0.0
-        for x, was_accepted in seen:
-            error = was_accepted - 1 / (1 + math.exp(-(self.scale * x + self.shift)))
-            g0, g1 = g0 + error * x, g1 + error
-            h00, h01, h11 = h00 + x * x / 4, h01 + x / 4, h11 + 1 / 4
-        determinant = h00 * h11 - h01 * h01
-        scale = self.scale + (h11 * g0 - h01 * g1) / determinant
-        shift = self.shift + (h00 * g1 - h01 * g0) / determinant
-        self.scale = max(1 / self.MAX_CORRECTION, min(self.MAX_CORRECTION, scale))
-        self.shift = max(-self.MAX_CORRECTION, min(self.MAX_CORRECTION, shift))
-        self._precision = (h00, h01, h11)
-
-    def of(self, tree: DraftTree) -> DraftTree:
-        """The tree with calibrated cumulative log-probs."""
-        steps = -np.log1p(np.exp(-(self.scale * self._logits(step_log_probs(tree)) + self.shift)))
-        scores = [0.0]
-        for step, parent in zip(steps.tolist(), tree.parents.tolist(), strict=True):
-            scores.append(scores[parent] + step)
-        return DraftTree(tree.tokens, tree.parents, np.array(scores[1:], np.float32))
-
-    def _logits(self, log_probs: FloatArray) -> FloatArray:
-        """log(q / (1 - q)) of each log q, bounded by MAX_LOGIT."""
-        with np.errstate(divide="ignore"):
-            logits = log_probs - np.log(-np.expm1(log_probs))
-        return np.clip(logits, -self.MAX_LOGIT, self.MAX_LOGIT)

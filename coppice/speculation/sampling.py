@@ -338,22 +338,11 @@ class Penalties:
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
         self._prompt_left = prompt_tokens
         counted = bool(self._repetition != 1 or self._frequency or self._presence)
+        self.change_rows = counted or bool(params.logit_bias) or min_len > prompt_tokens
+        """whether anything changes a row"""
         self._occurs = np.zeros(vocab_size if counted else 0, np.bool_)
         self._generated = np.zeros(vocab_size if counted else 0, np.int32)  # how often
         self._ids = np.flatnonzero(self._occurs)
-
-    @classmethod
-    def of(
-        cls,
-        params: SamplingParams,
-        prompt_tokens: int,
-        vocab_size: int,
-        stop_ids: Collection[int] = (),
-        min_len: int = 0,
-    ) -> Penalties | None:
-        """Those of a text; None when nothing changes a row."""
-        made = cls(params, prompt_tokens, vocab_size, stop_ids, min_len)
-        return made if made._occurs.size or params.logit_bias or min_len > prompt_tokens else None
 
     def append(self, ids: Sequence[int]) -> None:
         """Count the next ids of the text."""

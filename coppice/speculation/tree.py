@@ -204,27 +204,3 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         known.append((*known[parent], token))
     return known[1:]
-
-
-def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
-    """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
-
-    A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
-    """
-    if len(deltas) < 2:
-        return tree.depths()[1:]
-    return np.repeat(np.arange(1, len(deltas) + 1), deltas)
-
-
-def makers(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which forward of its drafter made each node, and which heads drafted it as bits: bit h is head h.
-
-    `drafts` are the heads' trees and `made_by` of their nodes. What several heads drafted has the first one's forward.
-    """
-    made: dict[tuple[int, ...], tuple[int, int]] = {}
-    for head, (drafted, forwards) in enumerate(drafts):
-        for path, forward in zip(paths(drafted), forwards.tolist(), strict=True):
-            first, owners = made.get(path, (forward, 0))
-            made[path] = first, owners | 1 << head
-    found = [made[path] for path in paths(tree)]
-    return tuple(forward for forward, _ in found), tuple(owners for _, owners in found)

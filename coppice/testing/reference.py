@@ -154,7 +154,8 @@ class Reference:
             return "identical"
         rows: NDArray[np.float32] = self._rows(prompt, ids).numpy()
         sampling = sampling.with_defaults(self._model.generation_config.repetition_penalty or 1.0)
-        if (penalties := Penalties.of(sampling, len(prompt), rows.shape[1])) is not None:
+        penalties = Penalties(sampling, len(prompt), rows.shape[1])
+        if penalties.change_rows:
             penalties.append(prompt)
             rows = np.stack([penalties.adjusted(row, ids[:number]) for number, row in enumerate(rows)])
         verdicts = {

@@ -33,7 +33,7 @@ from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
-from coppice.speculation.sampling_torch import draw
+from coppice.speculation import sampling_torch
 from coppice.training.data import (
     PROMPT_END,
     DataError,
@@ -169,7 +169,7 @@ class Answerer:
                 places = [(text.seed, len(text.ids) + len(chunk)) for text, chunk in zip(live, chunks, strict=True)]
                 seeds, positions = torch.tensor(places, device=logits.device).unbind(1)
                 ids = torch.arange(logits.shape[1], device=logits.device)
-                drawn = draw(ids, logits.double() / divisor, seeds, positions)
+                drawn = (logits.double() / divisor + sampling_torch.noise(seeds, positions, ids)).argmax(-1)
             else:
                 drawn = torch.multinomial((logits / divisor.float()).softmax(-1), 1, generator=noise)[:, 0]
             tokens = torch.where(heat[:, 0] > 0, drawn, tokens)

@@ -155,7 +155,7 @@ class Session:
         self.last: Committed | None = None  # what the last step committed, for the feeds
         self.prompt_log_probs: list[float] = []
         self.prompt_top: list[TopLogProbs] = []
-        self.penalties = Penalties.of(
+        self.penalties = Penalties(
             request.sampling,
             request.prompt_tokens or len(request.ids),
             vocab_size,
@@ -185,7 +185,7 @@ class Session:
     def _take(self, ids: list[int], features: Tensor | None) -> None:
         self.committed_len += len(ids)
         self.hash = committed_hash(ids, self.hash)
-        if self.penalties is not None:
+        if self.penalties.change_rows:
             self.penalties.append(ids)
         if features is not None:
             self.features.append(features)
@@ -311,7 +311,7 @@ class Job:
     @property
     def on_host(self) -> bool:
         """Whether it needs whole rows on the host: a session with penalties, or a step under the p/q rule."""
-        return self.session.penalties is not None or (self.step is not None and self.step.q_rows is not None)
+        return self.session.penalties.change_rows or (self.step is not None and self.step.q_rows is not None)
 
     @property
     def prefill_left(self) -> list[int]:
@@ -397,7 +397,7 @@ class TargetRows:
 
     def _adjusted(self, node: int) -> NDArray[np.float32]:
         job, penalties = self.job, self.job.session.penalties
-        if penalties is None:
+        if not penalties.change_rows:
             return self[node]
         path = job.tree.tokens[np.array(path_to(job.tree, node), np.int64) - 1].tolist()
         return penalties.adjusted(self[node], [job.step.root, *path] if job.step else path)

@@ -25,8 +25,7 @@ from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import Rotary, largest
 from coppice.heads.registry import build_head, served_head
-from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.sampling_torch import noise
+from coppice.speculation.sampling import SamplingParams, noise
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
@@ -137,8 +136,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor
 def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor, settings: DrafterSettings) -> Tensor:
     scores = (logits / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if job.coupled and job.sampling.temperature:
-        position = torch.tensor([job.committed_len + depth])
-        known = noise(job.sampling.seed, position, ids)[0].float()
+        known = torch.from_numpy(noise(job.sampling.seed, job.committed_len + depth, ids.numpy())).float()
         scores = (settings.alpha * scores + settings.beta * known).log_softmax(-1)
     return scores
 

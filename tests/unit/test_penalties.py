@@ -36,8 +36,8 @@ def adjusted(
     params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], row: NDArray[np.float32], path: Sequence[int]
 ) -> NDArray[np.float32]:
     """The row behind prompt, answer and path; unchanged where no parameter is set."""
-    penalties = Penalties.of(params, len(prompt), VOCAB)
-    if penalties is None:
+    penalties = Penalties(params, len(prompt), VOCAB)
+    if not penalties.change_rows:
         return row
     text = [*prompt, *answer]
     for start in range(0, len(text), 3):  # as prompts arrive: in parts
@@ -96,7 +96,7 @@ def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=1.0, min_p=0.5, top_k=3)])
 def test_nothing_is_counted_without_need(params: SamplingParams) -> None:
-    assert Penalties.of(params, 3, VOCAB) is None
+    assert not Penalties(params, 3, VOCAB).change_rows
 
 
 # Sessions of a verifier over a target that is a table: any trees, unions with the same text twice too.

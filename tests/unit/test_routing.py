@@ -5,15 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.speculation.policy import (
-    Calibration,
-    FloatArray,
-    mean_confidence,
-    outcomes,
-    route,
-    step_log_probs,
-)
+from coppice.speculation.policy import mean_confidence, route
 from coppice.speculation.tree import DraftTree
+from orchestrator.outcomes import Calibration, FloatArray, outcomes, step_log_probs
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
 STEPS = 2_000

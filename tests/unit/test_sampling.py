@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,39 +68,25 @@ def test_the_hash_is_four_chained_finalisers(seed: int, position: int, ids: list
     assert hash_u64(seed, position, np.array(ids, np.int64), stream).tolist() == expected
 
 
-def test_numpy_and_torch_hashes_agree_bit_for_bit_on_100k_triples() -> None:
+def test_numpy_and_torch_agree_on_every_hash_and_on_noise() -> None:
     rng = np.random.default_rng(1)
-    positions = rng.integers(0, 2**20, 20)
     ids = np.sort(rng.integers(0, 2**18, 1_000 * EFFORT))
-    seeds = [*SEEDS[1:], int(rng.integers(0, 2**63))]
-    bits = torch.tensor(np.array(seeds, np.uint64).view(np.int64))
-    for row, seed in enumerate(seeds):
-        twin = sampling_torch.hash_u64(seed, torch.from_numpy(positions), torch.from_numpy(ids), stream=2)
-        many = sampling_torch.hash_u64(bits, torch.full((len(seeds),), 77), torch.from_numpy(ids))
-        for column, position in enumerate(positions.tolist()):
-            assert np.array_equal(twin[column].numpy().view(np.uint64), hash_u64(seed, position, ids, stream=2))
-        assert np.array_equal(many[row].numpy().view(np.uint64), hash_u64(seed, 77, ids))
-
-
-def test_noise_and_draws_agree_between_numpy_and_torch() -> None:
-    rng = np.random.default_rng(2)
-    positions = rng.integers(0, 2**16, 50 * EFFORT)
-    log_probs = np.log(rng.dirichlet(np.full(500, 0.3), positions.size) + 1e-30)
-    log_probs[:, ::7] = -np.inf
-    for seed in SEEDS:
-        twin = sampling_torch.noise(seed, torch.from_numpy(positions), 500).numpy()
-        drawn = sampling_torch.draw(torch.arange(500), torch.from_numpy(log_probs), seed, torch.from_numpy(positions))
-        for row, position in enumerate(positions.tolist()):
-            np.testing.assert_allclose(twin[row], noise(seed, position, np.arange(500)), rtol=1e-12, atol=1e-14)
-            assert int(drawn[row]) == draw(np.arange(500), log_probs[row], seed, position)
+    seeds = np.repeat(np.array([*SEEDS, rng.integers(0, 2**63)], np.uint64), 20)
+    positions = rng.integers(0, 2**20, len(seeds))
+    keys = sampling.position_keys(seeds.tolist(), [1] * len(seeds), positions)
+    twins = sampling_torch.hashes(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(ids)).numpy().view(np.uint64)
+    places = (torch.from_numpy(array) for array in (seeds.view(np.int64), positions, ids))
+    noises = sampling_torch.noise(*places).numpy()
+    for twin, other, seed, position in zip(twins, noises, seeds.tolist(), positions.tolist(), strict=True):
+        assert np.array_equal(twin, hash_u64(seed, position, ids))
+        np.testing.assert_allclose(other, noise(seed, position, ids), rtol=1e-12, atol=1e-14)
 
 
 def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = np.array([0, 2**64 - 1], np.uint64)
+    assert sampling_torch.gumbel(torch.from_numpy(extremes.view(np.int64))).isfinite().all()
     monkeypatch.setattr(sampling, "hash_u64", lambda *_: extremes)
-    monkeypatch.setattr(sampling_torch, "hash_u64", lambda *_: torch.from_numpy(extremes.view(np.int64))[None])
     assert np.isfinite(noise(0, 0, np.arange(2))).all()
-    assert sampling_torch.noise(0, torch.tensor([0]), 2).isfinite().all()
     for value in extremes.tolist():
         monkeypatch.setattr(sampling, "mix", lambda _, value=value: value)
         assert 0 < uniform(0, 0, ACCEPT_STREAM) < 1
@@ -144,11 +131,6 @@ def test_draw_samples_the_decoded_row_exactly(params: SamplingParams, axis: str)
     assert p_value(counts, dict(zip(row[0].tolist(), np.exp(row[1]).tolist(), strict=True))) > 1e-3
 
 
-def test_draw_gives_ties_to_the_lower_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "noise", lambda seed, position, ids, stream: np.zeros(ids.size))
-    assert draw(np.array([2, 5, 9]), np.array([-1.0, -0.5, -0.5]), 0, 0) == 5
-
-
 def large_logits(rng: np.random.Generator, case: int) -> NDArray[np.float32]:
     """A row of a large vocabulary: flat, usual, peaked, with ties, with ids that cannot be."""
     logits = random_logits(rng, int(rng.integers(5_000, 20_000))) * np.float32((0.01, 1, 1, 1, 2)[case % 5])
@@ -166,7 +148,7 @@ def large_logits(rng: np.random.Generator, case: int) -> NDArray[np.float32]:
 def test_a_draw_from_a_large_vocabulary_looks_at_all_ids(close: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_CLOSE", close)
     rng = np.random.default_rng(9)
-    for case in range(100 * EFFORT):
+    for case in range(40 * EFFORT):
         logits = large_logits(rng, case)
         params = SamplingParams(temperature=float(rng.choice([0.2, 1.0, 3.0])), seed=int(rng.integers(0, 2**63)))
         ids, log_probs = decode_row(logits, params)
@@ -181,25 +163,6 @@ def test_a_draw_from_logits_is_that_from_their_row(params: SamplingParams) -> No
     for case in range(10 * EFFORT):
         logits = large_logits(rng, case)
         assert draw_logits(logits, params, case) == draw(*decode_row(logits, params), params.seed, case)
-
-
-def test_coupled_candidates_hold_the_targets_draw_more_often_than_the_drafters_best() -> None:
-    rng = np.random.default_rng(5)
-    steps, ids = 1_500 * EFFORT, np.arange(200)
-    best, coupled = Counter[int](), Counter[int]()
-    for position in range(steps):
-        target = random_logits(rng, ids.size)
-        p = decode_row(target, SamplingParams(temperature=1.0))
-        log_q = decode_row(target + rng.standard_normal(ids.size).astype(np.float32), SamplingParams(temperature=1.0))[
-            1
-        ]
-        token = draw(*p, 1, position)
-        noisy = log_q + noise(1, position, ids)
-        for width in (1, 2, 4):
-            best[width] += token in np.argsort(-log_q)[:width]
-            coupled[width] += token in np.argsort(-noisy)[:width]
-    for width in (1, 2, 4):
-        assert coupled[width] > best[width] + 0.05 * steps
 
 
 # The decoding operator.
@@ -228,16 +191,13 @@ def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.fl
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)
 def test_decode_row_keeps_what_transformers_keeps_with_the_same_probabilities(params: SamplingParams) -> None:
     rng = np.random.default_rng(6)
-    for _ in range(100 * EFFORT):
+    for case in range(100 * EFFORT):
         logits = random_logits(rng, int(rng.integers(1, 400)))
+        if case % 2 and params.top_k and params.top_p == 1:
+            logits = np.round(logits)  # ids that tie with the k-th are kept
         theirs, (ids, log_probs) = warped(logits, params), decode_row(logits, params)
         assert ids.tolist() == np.flatnonzero(theirs).tolist()
         np.testing.assert_allclose(np.exp(log_probs), theirs[ids], rtol=2e-5)
-
-
-def test_ids_that_tie_with_the_kth_are_kept_as_in_transformers() -> None:
-    logits, params = np.array([1, 3, 2, 2, 2, 0], np.float32), SamplingParams(temperature=1.0, top_k=2)
-    assert decode_row(logits, params)[0].tolist() == np.flatnonzero(warped(logits, params)).tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=["greedy", *IDS])
@@ -298,22 +258,16 @@ def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], tempe
         ("repetition_penalty", float("nan")),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1),
-        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        *(("logit_bias", bias) for bias in (dict.fromkeys(range(1025), 1.0), {-1: 1.0}, {1: 101.0}, {1: float("nan")})),
         ("seed", -1),
         ("seed", 2**64),
         ("top_q", 1),
     ],
 )
-def test_unusable_params_are_refused_by_name(field: str, value: float) -> None:
+def test_unusable_params_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         SamplingParams(**{field: value})
-    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
-
-
-@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: 101.0}, {1: float("nan")}])
-def test_an_unusable_bias_is_refused(bias: dict[int, float]) -> None:
-    with pytest.raises(ValidationError, match="logit_bias"):
-        SamplingParams(logit_bias=bias)
+    assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
 def test_params_are_values_that_can_be_keys() -> None:
@@ -330,12 +284,3 @@ def test_a_seed_is_drawn_once_unless_one_was_set() -> None:
     assert [params.with_seed().seed for params in drawn] == [params.seed for params in drawn]
     assert SamplingParams(seed=0).with_seed().seed == 0
     assert SamplingParams(repetition_penalty=1).with_defaults(1.3).repetition_penalty == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_ids_are_torchs_and_of_equals_the_lowest(dtype: torch.dtype) -> None:
-    rows = torch.randn(3, 5, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows[0, 0, [7, 250]] = 9.0
-    assert torch.equal(sampling_torch.greedy_ids(rows), rows.argmax(-1))
-    assert sampling_torch.greedy_ids(rows)[0, 0] == 7
-    assert sampling_torch.greedy_ids(rows[1, 2]) == rows[1, 2].argmax()
