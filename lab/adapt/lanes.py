@@ -70,9 +70,13 @@ class Lane:
             self.send(signal.SIGSTOP)
 
     def answer(self, prompts: Sequence[str]) -> None:
-        """Run, and add the answers to some prompts."""
+        """Run, and add the answers to some prompts.
+
+        The budget is named, so that trees are verified whole: each verifier else cuts them by the costs that it
+        measured when its stack started, and tau would differ where nothing was learnt.
+        """
         with self.running():
-            self.answers += answers_to(self.client, prompts, max_new_tokens=NEW_TOKENS)
+            self.answers += answers_to(self.client, prompts, budget=self.spec.budget, max_new_tokens=NEW_TOKENS)
 
     def send(self, number: signal.Signals) -> None:
         """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.adapt.adapt import (
+    BUDGET,
     INTERVAL,
     AdaptRow,
     Part,
@@ -20,10 +24,12 @@ from lab.adapt.adapt import (
     adapt_row,
     draw,
     judged_lanes,
+    lanes_of,
     spec_for,
 )
 from lab.adapt.lanes import Lane
 from lab.adapt.shift import TURN, programs, shifted, stories, turning
+from lab.options import Options
 from lab.report import Row
 from tests.tiny import make_target
 
@@ -90,6 +96,18 @@ def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads(json.dumps(rows[1].to_json()))
     assert (told["method"], told["tau"], told["changes"][0]["query"]) == ("bandit", 2.4, 10)
+
+
+def test_a_lane_names_its_budget_so_that_no_verifier_cuts_trees_by_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, lanes, _ = lanes_of(Options(what="shift", n=10, methods=["never", "bandit"]))
+    monkeypatch.setattr(Lane, "running", lambda lane: contextlib.nullcontext())
+    for lane in lanes:
+        asked: list[dict[str, Any]] = []
+        lane.client = SimpleNamespace(generate=lambda prompt, asked=asked, **options: asked.append(options))  # type: ignore
+        lane.answer(["a", "b"])
+        assert [options["budget"] for options in asked] == [BUDGET, BUDGET]
 
 
 def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
