@@ -230,7 +230,6 @@ class AdapterMetrics:
         self.version = gauge("version", "version that is to be in use", ["head"])
         self.live = gauge("replica_version", "version in use", ["head", "replica"])
         self.stale = gauge("replicas_stale", "replicas that do not use the weights they are to use", ["head"])
-        self.tau = gauge("tau", "mean accepted length of the queries that lived on a version", ["head", "version"])
         self.paused = gauge("paused", "1 while paused", ["head"])
         seconds = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
         self.train_seconds = histogram("train_seconds", "time of an update", ["head", "action"], buckets=seconds)

@@ -97,7 +97,7 @@ _LATEST = 8
 
 def show(status: HeadStatus, console: Console) -> None:
     """Print one head as text."""
-    if status.doing == STANDING_BY and not status.weights_hash:
+    if status.doing == STANDING_BY:
         console.print(f"[bold]{status.head}[/bold]: {STANDING_BY}; another adapter is active, or redis is away")
         return
     paused = ", paused" if status.paused else ""

@@ -46,8 +46,6 @@ _PERIOD_S = 0.1  # between two batches
 _POLL_S = 1.0  # between two looks at the demand key
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
 _LOG_EVERY = 100  # refused entries of a key
-
-
 _BATCH_ENTRIES, _BATCH_BYTES = 256, 1 << 20
 
 
@@ -60,88 +58,39 @@ class Entry:
     fields: Fields
     size: int
     """bytes"""
-    kept: int
-    """about how many entries the stream keeps"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may wait and be sent, and about how many records a stream keeps."""
+    """How much may wait and be sent, and about how much a stream keeps."""
 
     queue_entries: int = 4096
     queue_bytes: int = 64 << 20
     entry_bytes: int = 8 << 20
     bytes_per_s: int = 32 << 20
-    queries_kept: int = 10_000
-    samples_kept: int = 4096
+    stream_entries: int = 10_000
     stream_bytes: int = 256 << 20
-    """of training samples that a stream keeps, about"""
 
 
 BOUNDS = Bounds()
-
-
-class RecordQueue:
-    """A queue between any thread that puts and one that takes."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._lock = threading.Lock()
-        self._entries: deque[Entry] = deque()
-        self._bytes = 0
-        self._allowance, self._allowed_at = float(bounds.bytes_per_s), time.monotonic()
-
-    def put(self, entry: Entry) -> str:
-        """Append an entry; returns "" or, when it may not wait here, why: oversized, full or rate."""
-        with self._lock:
-            refused = self._refuses(entry.size)
-            if not refused:
-                self._entries.append(entry)
-                self._bytes += entry.size
-            return refused
-
-    def _refuses(self, size: int) -> str:
-        bounds, now = self._bounds, time.monotonic()
-        if size > bounds.entry_bytes:
-            return "oversized"
-        if len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
-            return "full"
-        earned = (now - self._allowed_at) * bounds.bytes_per_s
-        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
-        if size > self._allowance:
-            return "rate"
-        self._allowance -= size
-        return ""
-
-    def take(self) -> list[Entry]:
-        """Remove the oldest entries, as many as make a batch."""
-        batch: list[Entry] = []
-        size = 0
-        with self._lock:
-            while self._entries and len(batch) < _BATCH_ENTRIES and size < _BATCH_BYTES:
-                batch.append(self._entries.popleft())
-                size += batch[-1].size
-            self._bytes -= size
-        return batch
 
 
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
     def __init__(
-        self,
-        settings: AdaptationSettings,
-        metrics: SignalMetrics,
-        heads: Sequence[str],
-        bounds: Bounds = BOUNDS,
+        self, settings: AdaptationSettings, metrics: SignalMetrics, heads: Sequence[str], bounds: Bounds = BOUNDS
     ) -> None:
         """`heads`: those whose demand for samples is followed."""
-        self._demands: dict[str, Demand] = {}
         self._settings, self._metrics, self._heads, self._bounds = settings, metrics, heads, bounds
+        self._demands: dict[str, Demand] = {}
+        self._lock = threading.Lock()  # of the queue
+        self._entries: deque[Entry] = deque()
+        self._bytes = 0
+        self._allowance, self._allowed_at = float(bounds.bytes_per_s), time.monotonic()
         self._name = secrets.token_hex(8).encode()
-        self._accepted = Counter[str]()  # the number of the last entry that Redis took, by key
+        self._sent = Counter[str]()  # entries, by key: a reader sees by their numbers what it never got
         self._refused = Counter[str]()  # entries that it refused, by key
-        self._queue = RecordQueue(bounds)
         self._connection = Connection(settings)
         self._polled_at = -math.inf
         self._stopping = asyncio.Event()
@@ -158,7 +107,7 @@ class Producer:
             await asyncio.wait([self._task], timeout=3 * self._settings.timeout_s)
             self._task.cancel()
             await asyncio.wait([self._task])
-        while batch := self._queue.take():
+        while batch := self._batch():
             self._drop(batch, "stopped")
         await self._connection.close()
 
@@ -168,20 +117,49 @@ class Producer:
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
-        key = queries_key(self._settings.prefix, head)
-        self._put("queries", key, query_to_fields(record), self._bounds.queries_kept)
+        self._put("queries", queries_key(self._settings.prefix, head), query_to_fields(record))
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
-        key = samples_key(self._settings.prefix, head)
-        self._put("samples", key, sample_to_fields(sample), self._bounds.samples_kept)
+        self._put("samples", samples_key(self._settings.prefix, head), sample_to_fields(sample))
 
-    def _put(self, stream: Stream, key: str, fields: Fields, kept: int) -> None:
-        size = size_of(fields)
-        entry = Entry(stream, key, fields, size, min(kept, max(1, self._bounds.stream_bytes // size)))
+    # --- the queue ---
+
+    def _put(self, stream: Stream, key: str, fields: Fields) -> None:
+        entry = Entry(stream, key, fields, size_of(fields))
         self._metrics.produced.labels(stream).inc()
-        if refused := self._queue.put(entry):
+        with self._lock:
+            refused = self._refuses(entry.size)
+            if not refused:
+                self._entries.append(entry)
+                self._bytes += entry.size
+        if refused:
             self._drop([entry], refused)
+
+    def _refuses(self, size: int) -> str:
+        """Return why an entry of this size may not wait here, "" if it may."""
+        bounds, now = self._bounds, time.monotonic()
+        if size > bounds.entry_bytes:
+            return "oversized"
+        if len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
+            return "full"
+        earned = (now - self._allowed_at) * bounds.bytes_per_s
+        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
+        if size > self._allowance:
+            return "rate"
+        self._allowance -= size
+        return ""
+
+    def _batch(self) -> list[Entry]:
+        """Remove the oldest entries, as many as make a batch."""
+        batch: list[Entry] = []
+        size = 0
+        with self._lock:
+            while self._entries and len(batch) < _BATCH_ENTRIES and size < _BATCH_BYTES:
+                batch.append(self._entries.popleft())
+                size += batch[-1].size
+            self._bytes -= size
+        return batch
 
     def _drop(self, entries: Sequence[Entry], reason: str) -> None:
         for entry in entries:
@@ -195,7 +173,7 @@ class Producer:
             last = self._stopping.is_set()
             try:
                 await self._poll()
-                while batch := self._queue.take():
+                while batch := self._batch():
                     await self._send(batch)
                 backoff.succeed()
                 pause_s = _PERIOD_S
@@ -204,9 +182,6 @@ class Producer:
                     log.warning("redis does not take signals", why=str(error))
                 self._demands, self._polled_at = {}, -math.inf
                 pause_s = backoff.fail()
-            except Exception:
-                log.exception("signals not sent")
-                self._demands, pause_s = {}, _LONGEST_BACKOFF_S
             if last:
                 return
             with contextlib.suppress(TimeoutError):
@@ -219,38 +194,33 @@ class Producer:
         if now - self._polled_at < _POLL_S:
             return
         async with self._connection.exchange(self._settings.timeout_s) as client:
-            if self._heads:
-                pipe = client.pipeline(transaction=False)
-                for head in self._heads:
-                    pipe.get(demand_key(self._settings.prefix, head))
-                self._demands = dict(zip(self._heads, map(read_demand, await pipe.execute()), strict=True))
-            else:
-                await client.ping()
+            pipe = client.pipeline(transaction=False)
+            pipe.ping()
+            for head in self._heads:
+                pipe.get(demand_key(self._settings.prefix, head))
+            _, *demands = await pipe.execute()
+        self._demands = dict(zip(self._heads, map(read_demand, demands), strict=True))
         self._polled_at = now
 
     async def _send(self, batch: Sequence[Entry]) -> None:
         """Send a batch in one round trip. It is not sent twice: when its answer is lost it counts as dropped."""
-        answers: Sequence[Any] = ()
-        numbers, latest = list[int](), self._accepted.copy()
+        bounds, answers = self._bounds, list[Any]()
         try:
             async with self._connection.exchange(self._settings.timeout_s) as client:
                 pipe = client.pipeline(transaction=False)
                 for entry in batch:
-                    latest[entry.key] += 1
-                    numbers.append(latest[entry.key])
-                    fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(numbers[-1])}
-                    pipe.xadd(entry.key, fields, maxlen=entry.kept, approximate=True)
+                    self._sent[entry.key] += 1
+                    fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(self._sent[entry.key])}
+                    kept = min(bounds.stream_entries, max(1, bounds.stream_bytes // entry.size))
+                    pipe.xadd(entry.key, fields, maxlen=kept, approximate=True)
                 answers = await pipe.execute(raise_on_error=False)
         finally:
-            if not answers:  # Redis may have taken some: a reader must not meet their numbers again
-                self._name, self._accepted = secrets.token_hex(8).encode(), Counter()
-            for entry, number, answer in zip(batch, numbers, answers, strict=False):
-                if isinstance(answer, Exception):
-                    if self._refused[entry.key] % _LOG_EVERY == 0:
-                        log.warning("redis refuses records", key=entry.key, why=str(answer))
-                    self._refused[entry.key] += 1
-                    self._drop([entry], "refused")
-                else:
-                    self._accepted[entry.key] = number
-                    self._metrics.sent.labels(entry.stream).inc()
             self._drop(batch[len(answers) :], "redis")
+        for entry, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Exception):
+                if self._refused[entry.key] % _LOG_EVERY == 0:
+                    log.warning("redis refuses records", key=entry.key, why=str(answer))
+                self._refused[entry.key] += 1
+                self._drop([entry], "refused")
+            else:
+                self._metrics.sent.labels(entry.stream).inc()

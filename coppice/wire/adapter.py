@@ -126,11 +126,6 @@ class HeadStatus:
     changes: list[Change] = field(default_factory=list)
 
 
-def standing_by(head: str, policy: str) -> HeadStatus:
-    """The status of a head that another adapter looks after."""
-    return HeadStatus(head, policy, False, STANDING_BY, 0, b"", 0, 0, 0, 0)
-
-
 status_request, rollback_request = adapter.GetStatusRequest, adapter.RollbackRequest
 pause_request, resume_request = adapter.PauseRequest, adapter.ResumeRequest
 rollback_to_wire = adapter.RollbackResponse

@@ -11,7 +11,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,60 +64,8 @@ class Verdict:
 
     what: Literal["pays", "loses", "revert", "good"]
     """the variant pays or loses: push the routes; go back to `version`; or `version` is one to go back to"""
-    why: str
+    why: str = ""
     version: int = 0
-
-
-class Rule(Protocol):
-    """A decision rule. Texts are learnt from in groups: a kind of text each, or the buffer of an arm."""
-
-    demand: Demand
-    """what drafters are to send"""
-    penalty: float
-    """weight of the KL to the head as deployed in the loss of an update"""
-    empties: bool
-    """whether an update uses its texts up"""
-
-    def take(self, record: QueryRecord, version: int | None, beside: bool) -> int:
-        """Measure a query, and return the group of its text; 0: none.
-
-        version: of the weights that drafted all of it. beside: whether something was trained meanwhile.
-        """
-
-    def begins(self, group: int) -> bool:
-        """Whether the latest query began this group, perhaps in the place of another one."""
-        return False
-
-    def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
-        """Judge the weights in use after `take`; `newest`: the highest version so far."""
-
-    def choose(self, group: int, texts: int) -> Arm:
-        """Choose what to train on the `texts` of a group."""
-
-    def variants(self, group: int) -> tuple[int, int]:
-        """Return the variant that an update begins with, and the one that it makes; 0 as the latter: there is none."""
-
-    def trained(self, group: int, arm: Arm, result: Trained | None) -> bool:
-        """Note an update, None: it failed; returns whether to put it to use."""
-
-    def deploy(self, group: int, arm: Arm, variant: int, version: int) -> None:
-        """Note that an update comes into use with `version`."""
-
-    def follow(self, routes: Routes, version: int) -> None:
-        """Take up the routes of earlier weights, which are in use again as `version`."""
-
-    def goes_on_as(self, version: int) -> None:
-        """Note the number of the weights in use."""
-
-    def routes(self) -> Routes:
-        """Return what drafters choose by."""
-
-    def actions(self) -> list[ActionStatus]:
-        """Report what is known of each arm."""
-
-    def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
-        """Report what is known of each kind, with so many texts by group."""
-        return []
 
 
 PRIOR_VALUES = {Arm.HEAD: 0.20, Arm.FULL: 0.25}
@@ -145,19 +93,6 @@ _CERTAINTY = 1.5  # standard errors
 _FIRST_TEXTS = 24  # of a kind before its first update
 _MOST_NEW = 128  # texts of a kind at most from one update to the next
 _MARGIN = 3.0  # an update is to save so many times what it costs: neither is known well
-
-
-class Gain(BaseModel):
-    """What a variant gains over what drafts for the rest of its kind of text, in the same minutes."""
-
-    share: float = 0.0
-    """of tokens/s"""
-    error: float = 0.0
-    """standard error"""
-    variant: int = 0
-    """queries that it drafted"""
-    others: int = 0
-    """queries that it was compared with"""
 
 
 class KindState(BaseModel):
@@ -202,11 +137,26 @@ class KindState(BaseModel):
         """Whether its variant has to be measured yet."""
         return 0 < self.share < PROVEN_SHARE
 
+    def gain(self) -> tuple[float, float]:
+        """Return what share of tokens/s its variant gains over the other one, in the same minutes, and the error."""
+        new, old = self.with_variant, self.with_other
+        if min(len(new), len(old)) < 2:
+            return 0.0, 0.0
+        mean = statistics.fmean(old)
+        error = math.hypot(statistics.stdev(new) / math.sqrt(len(new)), statistics.stdev(old) / math.sqrt(len(old)))
+        return statistics.fmean(new) / mean - 1, error / mean
+
+    def let(self, variant: int, other: int, share: float, since: int) -> None:
+        """Let a variant draft for a share of the texts, and the other one for the rest, from version `since` on."""
+        self.variant, self.other, self.share = variant, other, share
+        if since != self.since:
+            self.since, self.with_variant, self.with_other = since, [], []
+
 
 class BanditState(BaseModel):
-    """All kinds, by place (None: a place that no kind has), and what holds for all of them."""
+    """All kinds, by number from 1, and what holds for all of them."""
 
-    kinds: list[KindState | None] = []
+    kinds: list[KindState] = []
     queries: int = 0
     step_s: float = 0.0
     """mean time of a step while nothing is trained"""
@@ -221,10 +171,14 @@ class BanditState(BaseModel):
 
 
 class Bandit:
-    """Tells kinds of text apart, and decides for each of them: policy `bandit`."""
+    """Tells kinds of text apart, and decides for each of them: policy `bandit`. Texts of a kind are a group."""
 
     demand: Demand = "texts"
-    penalty, empties = 0.0, False
+    """what drafters are to send"""
+    penalty = 0.0
+    """weight of the KL to the head as deployed in the loss of an update"""
+    empties = False
+    """whether an update uses its texts up"""
 
     def __init__(self, state: BanditState | None = None, most_variants: int = MAX_VARIANTS) -> None:
         self.state = state or BanditState()
@@ -232,37 +186,33 @@ class Bandit:
 
     def __getitem__(self, number: int) -> KindState:
         """Return kind `number`, from 1."""
-        kind = self.state.kinds[number - 1]
-        if kind is None:
-            raise KeyError(number)
-        return kind
-
-    def numbers(self) -> list[int]:
-        """List the kinds that there are."""
-        return [number for number, kind in enumerate(self.state.kinds, 1) if kind is not None]
+        return self.state.kinds[number - 1]
 
     # --- measuring ---
 
-    def take(self, record: QueryRecord, version: int | None, beside: bool) -> int:
-        """See Rule; a group is a kind of text. A query without a sketch is of none."""
+    def take(self, record: QueryRecord, live: bool, beside: bool) -> tuple[int, bool]:
+        """Measure a query. Return the group of its text, 0: none, and whether it begins that group.
+
+        live: whether the live weights drafted all of it. beside: whether something was trained meanwhile.
+        """
         state = self.state
         state.queries += 1
-        if record.steps and record.tokens_per_s:
-            self._time(record.new_tokens / record.tokens_per_s / record.steps, beside)
+        seconds = record.new_tokens / record.tokens_per_s if record.tokens_per_s else 0.0
+        if record.steps and seconds:
+            self._time(seconds / record.steps, beside)
         self._compare(record)
         if not record.sketch:
-            return 0
+            return 0, False
         sketch = np.array(record.sketch)
         number = self._nearest(sketch) or self._new(sketch)
         kind = self[number]
-        distance = float(np.square(np.array(kind.centre) - sketch).sum())
+        distance = _distance(kind, sketch)
         kind.queries += 1
         kind.last = state.queries
         weight = 1 / min(kind.queries, HORIZON)
-        moved = (1 - weight) * np.array(kind.centre) + weight * sketch
-        kind.centre = (moved / max(1e-9, float(np.linalg.norm(moved)))).tolist()
+        centre = (1 - weight) * np.array(kind.centre) + weight * sketch
+        kind.centre = (centre / max(1e-9, float(np.linalg.norm(centre)))).tolist()
         kind.spread += (distance - kind.spread) / min(kind.queries + _PRIOR_TEXTS, HORIZON)
-        seconds = record.new_tokens / record.tokens_per_s if record.tokens_per_s else 0.0
         kind.query_s += weight * (seconds - kind.query_s)
         recent = max(weight, 1 / _LATEST)
         # Every step ends at a rejected position, but for drafts that were accepted whole.
@@ -270,11 +220,7 @@ class Bandit:
         kind.signal += recent * (min(1.0, rejected) - kind.signal)
         if not record.variant:
             kind.tau += recent * (record.tau - kind.tau) if kind.tau > 1 else record.tau - kind.tau
-        return number
-
-    def begins(self, group: int) -> bool:
-        """See Rule."""
-        return bool(group) and self[group].queries == 1
+        return number, kind.queries == 1
 
     def _time(self, step_s: float, beside: bool) -> None:
         """Learn from the mean time of a query's steps what training costs those beside it."""
@@ -286,27 +232,24 @@ class Bandit:
 
     def _nearest(self, sketch: NDArray[np.float64]) -> int:
         """Return the kind of a sketch, 0: it is near none."""
-        nearest, least = 0, math.inf
-        for number in self.numbers():
-            distance = float(np.square(np.array(self[number].centre) - sketch).sum())
-            if distance <= APART * self[number].spread and distance < least:
-                nearest, least = number, distance
-        return nearest
+        distances = {number: _distance(kind, sketch) for number, kind in enumerate(self.state.kinds, 1)}
+        near = [number for number in distances if distances[number] <= APART * self[number].spread]
+        return min(near, key=distances.__getitem__, default=0)
 
     def _new(self, sketch: NDArray[np.float64]) -> int:
         """Begin a kind; where all places are taken, evict the least recently met kind, if possible without variant."""
-        state, kind = self.state, KindState(centre=sketch.tolist())
-        if None in state.kinds or len(state.kinds) < MAX_KINDS:
-            at = state.kinds.index(None) if None in state.kinds else len(state.kinds)
-        else:
-            free = [number for number in self.numbers() if not self[number].variant] or self.numbers()
-            at = min(free, key=lambda number: self[number].last) - 1
-        state.kinds[at : at + 1] = [kind]
-        return at + 1
+        kinds, kind = self.state.kinds, KindState(centre=sketch.tolist())
+        if len(kinds) < MAX_KINDS:
+            kinds.append(kind)
+            return len(kinds)
+        without = [number for number in range(1, MAX_KINDS + 1) if not self[number].variant]
+        evicted = min(without or range(1, MAX_KINDS + 1), key=lambda number: self[number].last)
+        kinds[evicted - 1] = kind
+        return evicted
 
     def _compare(self, record: QueryRecord) -> None:
         """Add a query to the measurements of the variant that it might have had."""
-        if record.kind not in self.numbers() or not record.tokens_per_s:
+        if not 0 < record.kind <= len(self.state.kinds) or not record.tokens_per_s:
             return
         kind, (first, last) = self[record.kind], record.versions
         if not kind.share or first != last or first < kind.since or record.variant not in (kind.variant, kind.other):
@@ -315,44 +258,35 @@ class Bandit:
         side.append(record.tokens_per_s)
         del side[:-_LATEST]
 
-    def gain(self, number: int) -> Gain:
-        """Return what the kind's variant gains, as far as that is measured."""
-        kind = self[number]
-        new, old = kind.with_variant, kind.with_other
-        if min(len(new), len(old)) < 2:
-            return Gain(variant=len(new), others=len(old))
-        mean = statistics.fmean(old)
-        error = math.hypot(statistics.stdev(new) / math.sqrt(len(new)), statistics.stdev(old) / math.sqrt(len(old)))
-        share = statistics.fmean(new) / mean - 1
-        return Gain(share=share, error=error / mean, variant=len(new), others=len(old))
-
     # --- judging a variant ---
 
-    def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
-        """See Rule. A variant that pays drafts for nearly all texts; one that loses is replaced by what was before it.
+    def settle(self, record: QueryRecord, live: int, newest: int) -> Verdict | None:
+        """Judge the weights in use after `take`; version `live` is in use, `newest` the highest number so far.
 
-        It is judged once its gain is surely above or below zero.
+        A variant is judged once its gain is surely above or below zero. One that pays drafts for nearly all texts; one
+        that loses is replaced by what was before it.
         """
-        if record.kind not in self.numbers():
+        if not 0 < record.kind <= len(self.state.kinds):
             return None
-        kind, gain = self[record.kind], self.gain(record.kind)
-        surely = abs(gain.share) > _CERTAINTY * gain.error or gain.variant >= _LIMIT
-        if min(gain.variant, gain.others) < _LEAST or not surely or not kind.share:
+        kind = self[record.kind]
+        gain, error = kind.gain()
+        new, old = len(kind.with_variant), len(kind.with_other)
+        surely = abs(gain) > _CERTAINTY * error or new >= _LIMIT
+        if min(new, old) < _LEAST or not surely or not kind.share:
             return None
-        if gain.share > 0 and not kind.young:
+        pays = gain > 0
+        if pays and not kind.young:
             return None
         if kind.young:
-            self._reward(kind, gain.share)
-        if gain.share > 0:
-            what: Literal["pays", "loses"] = "pays"
+            self._reward(kind, gain)
+        if pays:
             kind.failures = 0
-            self._let(record.kind, kind.variant, 0, PROVEN_SHARE, newest + 1 if kind.other else kind.since)
+            kind.let(kind.variant, 0, PROVEN_SHARE, newest + 1 if kind.other else kind.since)
         else:
-            what = "loses"
             kind.failures += 1
-            self._let(record.kind, kind.other, 0, PROVEN_SHARE if kind.other else 0.0, newest + 1)
-        why = f"gain {gain.share:+.1%} ± {gain.error:.1%}; variant {kind.variant} drafts for {kind.share:.0%}"
-        return Verdict(what, f"kind {record.kind}: {why}")
+            kind.let(kind.other, 0, PROVEN_SHARE if kind.other else 0.0, newest + 1)
+        why = f"gain {gain:+.1%} ± {error:.1%}; variant {kind.variant} drafts for {kind.share:.0%}"
+        return Verdict("pays" if pays else "loses", f"kind {record.kind}: {why}")
 
     def _reward(self, kind: KindState, gain: float) -> None:
         """Revise an arm's value (SpecBlock, equation 10) by a gain in tokens/s, what training cost taken off."""
@@ -363,23 +297,18 @@ class Bandit:
         value += _ALPHA * (reward / kind.signal - value)
         self.state.values[kind.arm] = max(value, _LEAST_VALUE * PRIOR_VALUES[kind.arm])
 
-    def _let(self, number: int, variant: int, other: int, share: float, since: int) -> None:
-        """Let a variant draft for a share of a kind, and the other one for the rest; `since`: see KindState."""
-        kind = self[number]
-        kind.variant, kind.other, kind.share = variant, other, share
-        if since != kind.since:
-            kind.since, kind.with_variant, kind.with_other = since, [], []
-
     # --- choosing ---
 
     def choose(self, group: int, texts: int) -> Arm:
-        """See Rule: the arm that saves most beyond its cost, skip if none does; enough texts must be new."""
+        """Choose what to train on `texts` of a group: the arm that saves most beyond its cost, skip if none does."""
         kind = self[group]
         if kind.young or kind.queries - kind.learnt < min(_MOST_NEW, max(_FIRST_TEXTS, kind.learnt)):
             return Arm.SKIP
-        net = {arm: self.saves(group, arm) - _MARGIN * self.costs(group, arm, texts) for arm in UPDATES}
-        best = max(UPDATES, key=net.__getitem__)
-        return best if net[best] > 0 else Arm.SKIP
+        best = self._best(group, texts)
+        return best if self.saves(group, best) > _MARGIN * self.costs(group, best, texts) else Arm.SKIP
+
+    def _best(self, number: int, texts: int) -> Arm:
+        return max(UPDATES, key=lambda arm: self.saves(number, arm) - _MARGIN * self.costs(number, arm, texts))
 
     def costs(self, number: int, arm: Arm, texts: int) -> float:
         """Return the seconds of serving that an update would cost; each failure doubles them."""
@@ -397,73 +326,71 @@ class Bandit:
         return min(kind.queries, HORIZON) * kind.query_s * gain / (1 + gain)
 
     def variants(self, group: int) -> tuple[int, int]:
-        """See Rule. The new one is one that no kind has, or that of the least recently met kind, which loses it."""
-        users: dict[int, int] = {}
-        for number in self.numbers():
-            users |= {variant: number for variant in (self[number].variant, self[number].other) if variant}
-        begin = self[group].variant
-        free = [variant for variant in range(1, self._most_variants + 1) if variant not in users]
-        others = [number for number in users.values() if number != group]
-        if free or not others:
-            return begin, free[0] if free else 0
-        least = min(others, key=lambda number: self[number].last)
-        variant = self[least].variant or self[least].other
-        self._let(least, 0, 0, 0.0, self[least].since)
-        return begin, variant
+        """Return the variant that an update begins with, and the one that it makes; 0 as the latter: there is none.
 
-    def trained(self, group: int, arm: Arm, result: Trained | None) -> bool:
-        """See Rule. The arm's next update of the kind is expected to gain a quarter of what this one would."""
+        The new one is one that no kind has, or that of the least recently met kind, which loses it.
+        """
         kind = self[group]
+        users = {variant: user for user in self.state.kinds for variant in (user.variant, user.other) if variant}
+        free = [variant for variant in range(1, self._most_variants + 1) if variant not in users]
+        others = [user for user in users.values() if user is not kind]
+        if free or not others:
+            return kind.variant, free[0] if free else 0
+        least = min(others, key=lambda user: user.last)
+        taken = least.variant or least.other
+        least.let(0, 0, 0.0, least.since)
+        return kind.variant, taken
+
+    def trained(self, group: int, arm: Arm, result: Trained | None, variant: int, version: int) -> bool:
+        """Note an update, None: it failed. Return whether it comes into use, as a young variant, with `version`.
+
+        The arm's next update of the kind is expected to gain a quarter of what this one would.
+        """
+        kind, state = self[group], self.state
         gain = result.gain if result else 0.0
         kind.learnt = kind.queries
         kind.values[arm] = max(0.0, gain) / 4 / max(kind.signal, 1e-9)
         if result:
-            self.state.text_s[arm] = result.seconds / max(1, result.texts * passes_over(result.texts))
-            kind.arm, kind.cost_s = arm, result.seconds * self.state.drag
+            state.text_s[arm] = result.seconds / max(1, result.texts * passes_over(result.texts))
+            kind.arm, kind.cost_s = arm, result.seconds * state.drag
         if gain < LEAST_GAIN:
             kind.failures += 1
             if result:
                 self._reward(kind, 0.0)
             return False
+        kind.updates += 1
+        state.updates[arm] = state.updates.get(arm, 0) + 1
+        kind.let(variant, kind.variant, YOUNG_SHARE, version)
         return True
 
-    def deploy(self, group: int, arm: Arm, variant: int, version: int) -> None:
-        """See Rule: the variant is young."""
-        kind = self[group]
-        kind.updates += 1
-        self.state.updates[arm] = self.state.updates.get(arm, 0) + 1
-        self._let(group, variant, kind.variant, YOUNG_SHARE, version)
+    # --- routes and reports ---
 
     def follow(self, routes: Routes, version: int) -> None:
-        """See Rule."""
-        for number in self.numbers():
-            route = routes.routes[number - 1] if number <= len(routes.routes) else None
-            self._let(number, *((route.variant, route.other, route.share) if route else (0, 0, 0.0)), version)
-
-    def goes_on_as(self, version: int) -> None:
-        """See Rule. Versions only rise: measurements of a later one are of the same weights."""
+        """Take up the routes of earlier weights, which are in use again as `version`."""
+        for number, kind in enumerate(self.state.kinds):
+            route = routes.routes[number] if number < len(routes.routes) else None
+            kind.let(*((route.variant, route.other, route.share) if route else (0, 0, 0.0)), version)
 
     def routes(self) -> Routes:
-        """See Rule."""
-        places: list[Route | None] = [
-            Route(tuple(kind.centre), APART * kind.spread, kind.variant, kind.share, kind.other) if kind else None
-            for kind in self.state.kinds
-        ]
-        return Routes(places)
-
-    # --- reporting ---
+        """Return what drafters choose by."""
+        return Routes(
+            [
+                Route(tuple(kind.centre), APART * kind.spread, kind.variant, kind.share, kind.other)
+                for kind in self.state.kinds
+            ]
+        )
 
     def actions(self) -> list[ActionStatus]:
-        """See Rule: values in share of tokens/s for each rejected position a token."""
+        """Report the arms, with values in share of tokens/s for each rejected position a token."""
         return [ActionStatus(arm, self.state.values[arm], self.state.updates.get(arm, 0)) for arm in UPDATES]
 
     def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
-        """See Rule."""
-        return [self._status(number, texts.get(number, 0)) for number in self.numbers()]
+        """Report what is known of each kind, with so many texts by group."""
+        return [self._status(number + 1, texts.get(number + 1, 0)) for number in range(len(self.state.kinds))]
 
     def _status(self, number: int, texts: int) -> KindStatus:
-        kind, gain = self[number], self.gain(number)
-        best = max(UPDATES, key=lambda arm: self.saves(number, arm) - _MARGIN * self.costs(number, arm, texts))
+        kind, best = self[number], self._best(number, texts)
+        gain, error = kind.gain()
         return KindStatus(
             kind=number,
             queries=kind.queries,
@@ -471,11 +398,15 @@ class Bandit:
             variant=kind.variant,
             other=kind.other,
             share=kind.share,
-            gain=gain.share,
-            error=gain.error,
-            measured=gain.variant,
+            gain=gain,
+            error=error,
+            measured=len(kind.with_variant),
             texts=texts,
             updates=kind.updates,
             saves_s=self.saves(number, best),
             costs_s=self.costs(number, best, texts),
         )
+
+
+def _distance(kind: KindState, sketch: NDArray[np.float64]) -> float:
+    return float(np.square(np.array(kind.centre) - sketch).sum())

@@ -8,7 +8,6 @@ those since the last save are not lost.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,75 +61,61 @@ class Inbox:
         for reader in readers:
             self._streams[queries_key(settings.prefix, reader.name).encode()] = reader, "queries"
         self._looked_at = -math.inf
-        self._asked: dict[bytes, str] = {}
         self._refused: set[bytes] = set()  # keys, of streams and of demands
-        self._malformed = Counter[tuple[str, Stream]]()
-
-    async def begin(self) -> None:
-        """Note where the streams end, if Redis answers: what comes from now on will be read."""
-        with contextlib.suppress(Unavailable):
-            await self._look()
+        self._malformed = Counter[bytes]()  # records, by key
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
-        backoff, connected = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S), False
+        backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         while True:
             try:
-                while True:
-                    await self._look()
-                    await self._read()
-                    backoff.succeed()
-                    connected = True
+                await self.look()
+                await self._read()
+                backoff.succeed()
             except Unavailable as error:
-                if connected:
+                if backoff.fresh:
                     log.warning("redis is away", why=str(error))
-                connected = False
-            finally:
                 self._looked_at = -math.inf
-                self._asked.clear()
-                await self._connection.close()
-            await asyncio.sleep(backoff.fail())
+                await asyncio.sleep(backoff.fail())
 
-    async def _look(self) -> None:
-        """Look where the streams end, every now and then, and tell drafters which samples are wanted, also at changes.
+    async def look(self) -> None:
+        """Look where the streams end, every now and then, and tell drafters which samples are wanted.
 
         A stream is read from its end if no position is known, for what is there may have been learnt before. One that
         ends before its position was made again, or Redis lost entries: it is read anew, and what was read is known by
         its numbers. A key that Redis refuses stops no other. Raises Unavailable.
         """
-        now, commands = asyncio.get_running_loop().time(), dict[bytes, tuple[Any, ...]]()
-        due = now - self._looked_at >= _EVERY_S
-        if due:
-            commands = {key: ("EVAL", _END, 1, key) for key in self._streams}
-        for reader in self._readers:
-            wanted, key = reader.demand, demand_key(self._settings.prefix, reader.name).encode()
-            if wanted != self._asked.get(key, "") or (wanted and due):
-                commands[key] = ("SET", key, wanted, "EX", _DEMAND_TTL_S) if wanted else ("DEL", key)
-                self._asked[key] = wanted
-        if not commands:
+        now = asyncio.get_running_loop().time()
+        if now - self._looked_at < _EVERY_S:
             return
+        commands: dict[bytes, tuple[Any, ...]] = {key: ("EVAL", _END, 1, key) for key in self._streams}
+        for reader in self._readers:
+            key = demand_key(self._settings.prefix, reader.name).encode()
+            demand = reader.demand
+            commands[key] = ("SET", key, demand, "EX", _DEMAND_TTL_S) if demand else ("DEL", key)
         async with self._connection.exchange() as client:
             pipe = client.pipeline(transaction=False)
             for command in commands.values():
                 pipe.execute_command(*command)
-            answers: Any = await pipe.execute(raise_on_error=False)
-        self._looked_at = now if due else self._looked_at
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        self._looked_at = now
         for key, answer in zip(commands, answers, strict=True):
             refused = isinstance(answer, RedisError)
             if refused != (key in self._refused):
                 self._refused ^= {key}
-                log.warning(
-                    "redis refuses a key" if refused else "redis takes a key", key=key.decode(), why=str(answer)
-                )
+                event = "redis refuses a key" if refused else "redis takes a key"
+                log.warning(event, key=key.decode(), why=str(answer))
             if key in self._streams and not refused:
                 (reader, stream), end = self._streams[key], answer.decode()
-                position = reader.positions.get(stream, end)
-                reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
+                position = reader.state.positions.get(stream, end)
+                reader.state.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
 
     async def _read(self) -> None:
         """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
         after: Any = {
-            key: reader.positions[stream] for key, (reader, stream) in self._streams.items() if key not in self._refused
+            key: reader.state.positions[stream]
+            for key, (reader, stream) in self._streams.items()
+            if key not in self._refused
         }
         if not after:
             await asyncio.sleep(_BLOCK_MS / 1000)
@@ -141,32 +126,32 @@ class Inbox:
             failpoints.hit("adapter.read")
         for key, (reader, stream) in self._streams.items():
             for entry, fields in batches.get(key, ()):
-                reader.positions[stream] = entry.decode()
-                if self._is_new(reader, stream, fields):
-                    self._hand_on(reader, stream, fields)
+                reader.state.positions[stream] = entry.decode()
+                if self._is_new(reader.state.numbers.setdefault(stream, {}), stream, fields):
+                    self._hand_on(key, fields)
 
-    def _hand_on(self, reader: HeadLoop, stream: Stream, fields: Fields) -> None:
+    def _hand_on(self, key: bytes, fields: Fields) -> None:
+        reader, stream = self._streams[key]
         self._metrics.read.labels(reader.name, stream).inc()
         try:
             if stream == "queries":
                 reader.take_query(read_query(fields))
             else:
-                reader.take_sample(read_sample(fields, reader.widths))
+                reader.take_sample(read_sample(fields, *reader.widths))
         except InvalidField as error:
             self._metrics.malformed.labels(reader.name, stream).inc()
-            if self._malformed[reader.name, stream] % _LOG_EVERY == 0:
+            if self._malformed[key] % _LOG_EVERY == 0:
                 log.warning("a record is not what it should be", head=reader.name, stream=stream, why=str(error))
-            self._malformed[reader.name, stream] += 1
+            self._malformed[key] += 1
 
-    def _is_new(self, reader: HeadLoop, stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
+    def _is_new(self, numbers: dict[str, int], stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
         """Tell whether a record was not read before, and count those missing before it.
 
-        Senders number what Redis took: a gap was trimmed before anybody read it.
+        Senders number what they send: a gap was trimmed before anybody read it, or lost with Redis.
         """
         sender, digits = fields.get(SENDER, b"")[:64].decode("latin-1"), fields.get(NUMBER, b"")
         if not sender or not digits.isdigit() or len(digits) > 18:
             return True
-        numbers = reader.numbers.setdefault(stream, {})
         number, last = int(digits), numbers.pop(sender, None)
         numbers[sender] = max(number, last or 0)  # the newest comes last
         if len(numbers) > _SENDERS:

@@ -1,4 +1,4 @@
-"""The training copy of a head: it learns from whole texts, in short steps, so as to give way to what serves beside it.
+"""Texts until they are learnt from, and the training copy of a head, which gives way to what serves beside it.
 
 Every token of a text teaches once a pass, by its cross-entropy: what the target said is certain. All of this runs on
 the one thread that owns torch.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,70 @@ NOTHING = -1
 _LONGEST_S = 1.0  # between two rests; what is longer was no computing: the process was stopped
 _OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules that a head-only update changes
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
+
+
+SESSIONS = 512
+"""ended queries whose late samples are still taken"""
+SAMPLES = 2048
+"""samples that wait for their query's end"""
+_LEARNT, _HELD_OUT = 128, 8  # texts of a group, the latest ones
+_HELD_OUT_EVERY = 6  # of the texts one is held out, to measure by
+
+
+class Groups:
+    """The texts of a head: until their query has ended, then in its group (SpecBlock, algorithm 1, lines 9 to 15)."""
+
+    def __init__(self, drop: Callable[[str], None]) -> None:
+        """`drop` counts a sample that teaches nothing, with the reason."""
+        self._drop = drop
+        self._waiting: deque[Sample] = deque(maxlen=SAMPLES)
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._taken = 0
+        self._learnt: dict[int, deque[Sample]] = {}
+        self._held_out: dict[int, deque[Sample]] = {}
+
+    def take(self, sample: Sample) -> None:
+        """Hold a sample until `claim`; one that comes after it joins its group at once."""
+        if sample.session in self._ended:
+            self._add(self._ended[sample.session], sample)
+            return
+        if len(self._waiting) == SAMPLES:
+            self._drop("unclaimed")
+        self._waiting.append(sample)
+
+    def claim(self, session: str, group: int) -> None:
+        """Put the samples of a query that ended into a group; 0: drop them."""
+        self._ended[session] = group
+        if len(self._ended) > SESSIONS:
+            self._ended.popitem(last=False)
+        waiting, self._waiting = self._waiting, deque(maxlen=SAMPLES)
+        for sample in waiting:
+            if sample.session == session:
+                self._add(group, sample)
+            else:
+                self._waiting.append(sample)
+
+    def forget(self, group: int) -> None:
+        """Empty a group."""
+        self._learnt.pop(group, None)
+        self._held_out.pop(group, None)
+
+    def counts(self) -> dict[int, int]:
+        """Return how many texts there are to learn from, by group."""
+        return {group: len(texts) for group, texts in self._learnt.items()}
+
+    def of(self, group: int) -> tuple[list[Sample], list[Sample]]:
+        """Return the texts of a group to learn from, and those held out."""
+        return list(self._learnt.get(group, ())), list(self._held_out.get(group, ()))
+
+    def _add(self, group: int, sample: Sample) -> None:
+        if not group:
+            self._drop("skipped")
+            return
+        self._taken += 1
+        held_out = self._taken % _HELD_OUT_EVERY == 0
+        texts, most = (self._held_out, _HELD_OUT) if held_out else (self._learnt, _LEARNT)
+        texts.setdefault(group, deque(maxlen=most)).append(sample)
 
 
 class Interrupted(RuntimeError):

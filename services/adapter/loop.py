@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import statistics
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from torch import Tensor
 from coppice import failpoints
 from coppice.config.adaptation import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
-from coppice.signals.records import Demand, QueryRecord, Sample, Widths
+from coppice.limits import MAX_HISTORY
+from coppice.signals.records import Demand, QueryRecord, Sample
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.variants import ROUTES, Routes, in_deployed, variant_name
 from coppice.weights.versions import Weights
-from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, VersionStatus
+from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, QueryPoint, VersionStatus
 
-from .decide import Arm, Bandit, Rule, Trained, Verdict
-from .groups import Groups
-from .learn import Interrupted, Learner
+from .decide import Arm, Bandit, Verdict
+from .learn import Groups, Learner
 from .paper import Paper
 from .push import Replicas
 from .state import BadFile, State, Versions
@@ -34,7 +34,9 @@ log = structlog.get_logger()
 
 OnThread = Callable[..., Awaitable[Any]]
 """Runs a function on the thread that owns torch"""
+Work = Callable[[], Awaitable[object]]
 _SAVE_S = 5.0
+_CHANGES = 200  # of the weights that are remembered
 _LEAST_TEXTS = 8  # to learn from, where an update is judged by texts held out
 _LEAST_HELD_OUT = 2
 
@@ -57,81 +59,89 @@ class HeadLoop:
         metrics: AdapterMetrics,
         active: Callable[[], bool],
     ) -> None:
-        """Go on from what `folder` remembers of an earlier run. Nothing begins or is saved while not `active`."""
-        config = learner.config
-        self.name, self.active = name, active
-        self.widths = Widths(config.vocab_size, config.feature_width)
-        self._learner, self._replicas, self._settings = learner, replicas, settings
+        """Nothing in `folder` is read before `start`, and nothing begins or is saved while not `active`."""
+        self.name, self.active, self._learner = name, active, learner
+        self.widths = learner.config.vocab_size, learner.config.feature_width
+        self._replicas, self._settings, self._folder = replicas, settings, folder
         self._on_thread, self._metrics = on_thread, metrics
-        self._state = State.load(folder)
-        self.positions, self.numbers = self._state.positions, self._state.numbers  # the inbox moves them on
         self._versions = Versions(folder, replicas.checkpoint)
         self._live = replicas.checkpoint
-        bandit = settings.policy == "bandit"
-        self._rule: Rule = (
-            Bandit(self._state.bandit) if bandit else Paper(settings.policy, settings.interval, self._state.paper)
-        )
-        self._groups = Groups(lambda count, reason: metrics.dropped.labels(name, reason).inc(count))
-        self._doing = "idle"
-        self._work: deque[Callable[[], Awaitable[None]]] = deque()
-        self._wake = asyncio.Event()
+        self._groups = Groups(lambda reason: metrics.dropped.labels(name, reason).inc())
+        self._work: asyncio.Queue[Work] = asyncio.Queue()
+        self._doing = STANDING_BY
         self._saved_at = 0.0
+        self._remember(State())
+
+    def _remember(self, state: State) -> None:
+        self.state, settings = state, self._settings
+        self._rule = (
+            Bandit(state.bandit)
+            if settings.policy == "bandit"
+            else Paper(settings.policy, settings.interval, state.paper)
+        )
 
     @property
     def demand(self) -> Demand:
         """What drafters are to send now: nothing while paused."""
-        return "" if self._state.paused else self._rule.demand
+        return "" if self.state.paused else self._rule.demand
+
+    @property
+    def ready(self) -> bool:
+        """Whether it adapts, and does not stand by."""
+        return self.active() and self._doing != STANDING_BY
 
     async def start(self) -> None:
-        """Take up the weights that were live, and give them to every replica that answers.
+        """Go on from what the folder remembers of an earlier run, and give its weights to every replica that answers.
 
         A damaged file is no reason not to start: the good version takes its place, or version 0.
         """
-        state = self._state
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._remember(state := State.load(self._folder))
         for number in (state.live, state.good, 0):
             try:
                 self._live = await asyncio.to_thread(self._versions.load, number)
                 break
             except BadFile as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
-        await self._replicas.look()
         if self._live.version != state.live:
-            state.live = state.good = self._live.version
-            self._rule.follow(Routes.of(self._live.tensors), state.live)
-        self._versions.good = state.good
-        state.newest = max([state.newest, state.live, self._replicas.newest, *self._versions.numbers()])
-        self._note_live(self._live)
+            state.good = self._live.version
+            self._rule.follow(Routes.of(self._live.tensors), state.good)
+        state.newest = max([state.newest, state.live, *self._versions.numbers()])
+        self._use(self._live)
         await self._keep_up()
-        log.info("adapting", head=self.name, version=state.live, replicas=len(self._replicas))
+        self._doing = "idle"
+        log.info("adapting", head=self.name, version=state.live, replicas=len(self._replicas.status()))
 
     async def run(self) -> None:
         """Train, push and look after replicas for ever."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._replicas.follow())
             group.create_task(self._look_after_replicas())
             group.create_task(self._do_work())
 
     async def stop(self) -> None:
         """Give up an update under way, and remember everything."""
         self._learner.stopped.set()
-        self._save()
+        if self._doing != STANDING_BY:
+            self._save()
         await self._replicas.close()
 
     async def _do_work(self) -> None:
         """Train and change weights, one thing at a time."""
         while True:
             try:
-                while self._work and self.active():
-                    await self._work.popleft()()
-                    self._save()
+                async with asyncio.timeout(self._settings.poll_s):
+                    work = await self._work.get()
+                self._doing = "syncing"
+                while not self.active():  # noqa: ASYNC110
+                    await asyncio.sleep(self._settings.poll_s)
+                await work()
+                self._save()
+            except TimeoutError:
                 self._save(every_s=_SAVE_S)
             except Exception:
                 log.exception("the loop goes on without what failed", head=self.name)
             self._doing = "idle"
-            self._wake.clear()
-            if not self._work or not self.active():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings.poll_s):
-                        await self._wake.wait()
 
     async def _look_after_replicas(self) -> None:
         """Bring replicas to the live weights, also while an update is trained."""
@@ -143,15 +153,11 @@ class HeadLoop:
                 log.exception("replicas are looked after again", head=self.name)
             await asyncio.sleep(self._settings.poll_s)
 
-    def _plan(self, work: Callable[[], Awaitable[None]]) -> None:
-        self._work.append(work)
-        self._wake.set()
-
     def _save(self, every_s: float = 0.0) -> None:
         now = time.monotonic()
         if now - self._saved_at >= every_s and self.active():
             self._saved_at = now
-            self._state.save()
+            self.state.save()
 
     # --- records ---
 
@@ -161,44 +167,44 @@ class HeadLoop:
 
     def take_query(self, record: QueryRecord) -> None:
         """Measure a query, judge the weights in use, and choose what to do with its text."""
-        state, rule, metrics = self._state, self._rule, self._metrics
-        version, before = state.lived_on(record.versions), set(state.taus)
+        state, rule, metrics = self.state, self._rule, self._metrics
+        live = self._replicas.numbers().issuperset(record.versions)
         metrics.signal.labels(self.name).observe(record.s)
-        group = rule.take(record, version, self._doing == "training")
-        if rule.begins(group):
+        group, begins = rule.take(record, live, self._doing == "training")
+        if begins:
             self._groups.forget(group)
         self._groups.claim(record.session, 0 if state.paused else group)
-        if verdict := rule.settle(record, state.newest):
+        if verdict := rule.settle(record, state.live, state.newest):
             self._act(verdict)
         arm = self._choose(group)
         metrics.actions.labels(self.name, arm.value).inc()
-        state.observe(record, version, arm.value)
         for number, count in self._groups.counts().items():
             metrics.waiting.labels(self.name, str(number)).set(count)
-        if version in state.taus:
-            metrics.tau.labels(self.name, str(version)).set(state.taus[version][1])
-        for forgotten in before - state.taus.keys():
-            with contextlib.suppress(KeyError):  # not shown since the restart
-                metrics.tau.remove(self.name, str(forgotten))
+        state.queries += 1
+        version = state.live if live else None
+        state.history.append(QueryPoint(state.queries, record.tau, record.tokens_per_s, record.s, version, arm.value))
+        del state.history[:-MAX_HISTORY]
 
     def _choose(self, group: int) -> Arm:
         """Choose an arm for a group of texts; what is not skip is planned."""
-        texts, held_out = self._groups.of(group)
-        enough = len(texts) >= _LEAST_TEXTS and len(held_out) >= _LEAST_HELD_OUT
-        if not group or self._state.paused or self._work or self._doing != "idle":
+        if not group or self.state.paused or self._busy():
             return Arm.SKIP
-        arm = self._rule.choose(group, len(texts)) if enough or self._rule.empties else Arm.SKIP
+        texts, held_out = self._groups.of(group)
+        if not self._rule.empties and (len(texts) < _LEAST_TEXTS or len(held_out) < _LEAST_HELD_OUT):
+            return Arm.SKIP
+        arm = self._rule.choose(group, len(texts))
         if arm is not Arm.SKIP:
-            self._plan(partial(self._update, group, arm))
+            self._work.put_nowait(partial(self._update, group, arm))
         return arm
+
+    def _busy(self) -> bool:
+        return not self._work.empty() or self._doing != "idle"
 
     def _act(self, verdict: Verdict) -> None:
         if verdict.what == "good":
-            self._mark_good(verdict.version)
-        elif verdict.what == "revert":
-            self._plan(partial(self._revert, verdict))
+            self.state.good = verdict.version
         else:
-            self._plan(partial(self._reroute, verdict))
+            self._work.put_nowait(partial(self._revert if verdict.what == "revert" else self._reroute, verdict))
 
     # --- work ---
 
@@ -213,75 +219,52 @@ class HeadLoop:
             self._groups.forget(group)
         names = [name for name in live if in_deployed(name)]
         values = {name: live.get(variant_name(begin, name), live[name]) for name in names}
-        result, tensors = await self._train(arm, values, texts, held_out)
-        failpoints.hit("adapter.step")
-        use = rule.trained(group, arm, result)
-        if result is None:
+        self._doing = "training"
+        try:
+            result, tensors = await self._on_thread(self._learner.learn, arm, values, texts, held_out, rule.penalty)
+        except Exception as error:
+            reason = "not finite" if isinstance(error, FloatingPointError) else "error"
+            log.exception("an update failed", head=self.name)
+            self._metrics.failed.labels(self.name, reason).inc()
+            rule.trained(group, arm, None, variant, 0)
             return
+        failpoints.hit("adapter.step")
         self._metrics.train_seconds.labels(self.name, arm.value).observe(result.seconds)
         why = f"drafts of {result.before:.2f} to {result.after:.2f}, {result.texts} texts"
-        if not use:
-            self._failed("no better", f"group {group}, {why}")
+        if not rule.trained(group, arm, result, variant, self.state.newest + 1):
+            log.warning("an update is thrown away", head=self.name, group=group, why=why)
+            self._metrics.failed.labels(self.name, "no better").inc()
             return
         self._metrics.updates.labels(self.name, arm.value).inc()
-        rule.deploy(group, arm, variant, self._state.newest + 1)
         stale = {name: live[name] for name in names if variant_name(variant, name) in live}
         changed = {variant_name(variant, name): tensor for name, tensor in (stale | tensors).items()}
         await self._release(changed, arm.value, f"variant {variant} of group {group}: {why}", result.seconds)
-
-    async def _train(
-        self, arm: Arm, values: dict[str, Tensor], texts: list[Sample], held_out: list[Sample]
-    ) -> tuple[Trained | None, dict[str, Tensor]]:
-        """Train on the learner's thread; None when that failed, which is noted. Raises Interrupted."""
-        self._doing = "training"
-        try:
-            result, tensors = await self._on_thread(
-                self._learner.learn, arm, values, texts, held_out, self._rule.penalty
-            )
-        except Interrupted:
-            raise
-        except FloatingPointError as error:
-            self._failed("not finite", str(error))
-        except Exception as error:
-            log.exception("an update failed", head=self.name)
-            self._failed("error", str(error)[:200])
-        else:
-            return result, tensors
-        return None, {}
-
-    def _failed(self, reason: str, why: str) -> None:
-        """Note that an update is thrown away."""
-        log.warning("an update is thrown away", head=self.name, reason=reason, why=why)
-        self._metrics.failed.labels(self.name, reason).inc()
 
     async def _reroute(self, verdict: Verdict) -> None:
         """Give drafters the routes that follow from a verdict."""
         if verdict.what == "loses":
             self._metrics.reverts.labels(self.name, "no better").inc()
-            self._state.reverts += 1
+            self.state.reverts += 1
         await self._release({}, verdict.what, verdict.why)
-        self._mark_good(self._state.live)
+        self.state.good = self.state.live
 
     async def _revert(self, verdict: Verdict) -> None:
-        """Go back to good weights. When these are live already the traffic has changed: measurements alone are void."""
+        """Go back to good weights."""
         log.warning("accepted length has fallen", head=self.name, why=verdict.why, good=verdict.version)
-        if verdict.version == self._state.live:
-            self._rule.follow(Routes.of(self._live.tensors), self._state.live)
-            return
         try:
             await self._put_back(verdict.version, "revert", verdict.why)
         except BadFile:
             await self._put_back(0, "revert", verdict.why)
         self._metrics.reverts.labels(self.name, "falling").inc()
-        self._state.reverts += 1
+        self.state.reverts += 1
 
     async def _put_back(self, back_to: int, what: str, why: str) -> int:
         """Give every replica an earlier version's weights under a new number, which is returned. Raises BadFile."""
         earlier = await asyncio.to_thread(self._versions.load, back_to)
-        weights = earlier.changed({}, self._state.next_number())
+        weights = earlier.changed({}, self.state.next_number())
         await self._go_live(weights, what, why)
         self._rule.follow(Routes.of(weights.tensors), weights.version)
-        self._mark_good(weights.version)
+        self.state.good = weights.version
         return weights.version
 
     # --- weights ---
@@ -289,25 +272,24 @@ class HeadLoop:
     async def _release(self, tensors: dict[str, Tensor], what: str, why: str, train_s: float = 0.0) -> None:
         """Give every replica the live weights with some tensors added or replaced, and the rule's routes."""
         changed = tensors | {ROUTES: self._rule.routes().tensor()}
-        weights = await asyncio.to_thread(self._live.changed, changed, self._state.next_number())
+        weights = await asyncio.to_thread(self._live.changed, changed, self.state.next_number())
         await self._go_live(weights, what, why, train_s)
 
     async def _go_live(self, weights: Weights, what: str, why: str, train_s: float = 0.0) -> None:
         """Write weights to disk, then give them to every replica, and note what changed."""
-        self._doing, began = "syncing", time.monotonic()
-        await asyncio.to_thread(self._versions.save, weights)
-        self._note_live(weights)
+        self._doing, began, state = "syncing", time.monotonic(), self.state
+        await asyncio.to_thread(self._versions.save, weights, state.good)
+        self._use(weights)
         await self._replicas.bring()
         sync_s = time.monotonic() - began
         self._metrics.sync_seconds.labels(self.name).observe(sync_s)
-        self._state.change(Change(self._state.queries, what, weights.version, train_s, sync_s, why))
+        state.changes.append(Change(state.queries, what, weights.version, train_s, sync_s, why))
+        del state.changes[:-_CHANGES]
         log.info("weights changed", head=self.name, what=what, version=weights.version, why=why)
 
-    def _note_live(self, weights: Weights) -> None:
-        self._live, self._state.live = weights, weights.version
-        self._state.know(weights)
+    def _use(self, weights: Weights) -> None:
+        self._live, self.state.live = weights, weights.version
         self._replicas.use(weights)
-        self._rule.goes_on_as(weights.version)
         self._metrics.version.labels(self.name).set(weights.version)
 
     async def _keep_up(self) -> None:
@@ -315,38 +297,29 @@ class HeadLoop:
 
         A replica refuses versions up to its own: the live weights then get a higher number.
         """
-        state, replicas, live = self._state, self._replicas, self._live
+        state, replicas, live = self.state, self._replicas, self._live
         await replicas.bring()
         state.newest = max(state.newest, replicas.newest)
         if replicas.ahead:
             renumbered = live.changed({}, state.next_number())
-            await asyncio.to_thread(self._versions.save, renumbered)
+            await asyncio.to_thread(self._versions.save, renumbered, state.good)
             if self._live is live:  # else they have been replaced meanwhile
-                self._note_live(renumbered)
+                self._use(renumbered)
             await replicas.bring()
-        for number in replicas.numbers_in_use():
-            state.know(self._live, number)
-
-    def _mark_good(self, version: int) -> None:
-        """Remember a version as the one to go back to, if it is on disk."""
-        if version and version not in self._versions.numbers():
-            log.warning("a good version is not on disk", head=self.name, version=version)
-            return
-        self._state.good = self._versions.good = version
 
     # --- operators ---
 
     def pause(self, paused: bool) -> None:
         """Stop or go on training; what is under way is finished."""
-        self._state.paused = paused
+        self.state.paused = paused
         self._metrics.paused.labels(self.name).set(paused)
         self._save()
 
     async def rollback(self, version: int | None) -> int:
         """Put back a version, None: the last good one; returns the new one. Raises InvalidField, StaleFence."""
-        if self._work or self._doing != "idle":
+        if self._busy():
             raise StaleFence(f"{self.name} has work under way; pause it, and try again when it is idle")
-        back_to = self._state.good if version is None else version
+        back_to = self.state.good if version is None else version
         there = [0, *self._versions.numbers()]
         if back_to not in there:
             raise InvalidField("version", f"{back_to} is not there; there are {', '.join(map(str, there))}")
@@ -355,17 +328,15 @@ class HeadLoop:
         async def work() -> None:
             try:
                 done.set_result(await self._put_back(back_to, "rollback", "asked for"))
-            except BadFile as error:
-                done.set_exception(InvalidField("version", str(error)))
             except Exception as error:
                 done.set_exception(error)
 
-        self._plan(work)
+        self._work.put_nowait(work)
         return await asyncio.shield(done)  # the operator may leave, the work is done all the same
 
     def status(self, history: int) -> HeadStatus:
         """Report what the loop does and knows, with that many of the latest queries."""
-        state, actions = self._state, self._rule.actions()
+        state, rule, actions = self.state, self._rule, self._rule.actions()
         return HeadStatus(
             head=self.name,
             policy=self._settings.policy,
@@ -378,9 +349,18 @@ class HeadLoop:
             events=sum(action.updates for action in actions),
             reverts=state.reverts,
             actions=actions,
-            kinds=self._rule.kinds(self._groups.counts()),
+            kinds=rule.kinds(self._groups.counts()) if isinstance(rule, Bandit) else [],
             replicas=self._replicas.status(),
-            versions=[VersionStatus(number, *tau) for number, tau in state.taus.items()],
             history=state.history[-history:] if history else [],
+            versions=_versions(state.history),
             changes=list(state.changes),
         )
+
+
+def _versions(history: Sequence[QueryPoint]) -> list[VersionStatus]:
+    """Return the mean tau of the queries that lived on each version."""
+    taus: dict[int, list[float]] = defaultdict(list)
+    for point in history:
+        if point.version is not None:
+            taus[point.version].append(point.tau)
+    return [VersionStatus(number, len(taus[number]), statistics.fmean(taus[number])) for number in sorted(taus)]

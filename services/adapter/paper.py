@@ -17,7 +17,7 @@ from coppice.speculation.sampling import uniform
 from coppice.weights.variants import Route, Routes
 from coppice.wire.adapter import ActionStatus
 
-from .decide import Arm, Rule, Trained, Verdict
+from .decide import Arm, Trained, Verdict
 
 ARMS: dict[str, tuple[Arm, ...]] = {
     "paper": (Arm.HEAD, Arm.FULL),
@@ -42,7 +42,6 @@ class PaperState(BaseModel):
     blocked: int = 0
     s: float = 0.0  # of the latest query
     trigger_s: float = 0.0  # of the query that filled the buffer
-    version: int = 0  # of the weights in use
     variant: int = 0
     values: dict[Arm, float] = {}
     updates: dict[Arm, int] = {}
@@ -53,8 +52,8 @@ class PaperState(BaseModel):
     windows: list[tuple[float, int]] = []  # mean tau and version of the last ones that closed
 
 
-class Paper(Rule):
-    """Overwrites one variant of the head that drafts for all texts; see decide.Rule."""
+class Paper:
+    """Overwrites one variant of the head, which drafts for all texts; for its methods see decide.Bandit."""
 
     demand: Demand = "misses"
     penalty, empties = 0.01, True
@@ -64,19 +63,21 @@ class Paper(Rule):
         self.state, self._arms, self._interval = state or PaperState(), ARMS[policy], interval
         self._always = policy == "always"
 
-    def take(self, record: QueryRecord, version: int | None, beside: bool) -> int:
+    def take(self, record: QueryRecord, live: bool, beside: bool) -> tuple[int, bool]:
         """Decide what a query's text is for (lines 3 to 8), and measure the query (lines 19 to 21)."""
         state = self.state
         state.queries += 1
         state.s = record.s
         arm = self._decide(record.s)
         state.taus.append(record.tau)
-        if version == state.version:
+        if live:
             state.rates = [*state.rates, record.tokens_per_s][-self._interval :]
         if state.arm is not Arm.SKIP and len(state.rates) == self._interval:
-            self._revise()
+            if state.trigger_s >= LEAST_S and state.before:  # equation 10; an arm's first observation is its value
+                gain = (statistics.fmean(state.rates) - statistics.fmean(state.before)) / state.trigger_s
+                state.values[state.arm] = (1 - ALPHA) * state.values.get(state.arm, gain) + ALPHA * gain
             state.arm = Arm.SKIP
-        return GROUPS[arm]
+        return GROUPS[arm], False
 
     def _decide(self, s: float) -> Arm:
         state = self.state
@@ -94,24 +95,20 @@ class Paper(Rule):
         best = max(self._arms, key=lambda arm: state.values.get(arm, math.inf))
         return best if events < COLD_EVENTS or s * state.values.get(best, math.inf) > 0 else Arm.SKIP
 
-    def _revise(self) -> None:
-        """Revise a value (equation 10); the first observation of an arm is its value."""
-        state = self.state
-        if state.trigger_s >= LEAST_S and state.before:
-            gain = (statistics.fmean(state.rates) - statistics.fmean(state.before)) / state.trigger_s
-            state.values[state.arm] = (1 - ALPHA) * state.values.get(state.arm, gain) + ALPHA * gain
-
-    def settle(self, record: QueryRecord, newest: int) -> Verdict | None:
+    def settle(self, record: QueryRecord, live: int, newest: int) -> Verdict | None:
         """Go back when tau has fallen over three windows (lines 22 to 24); else the window's version is a good one."""
         state = self.state
         if len(state.taus) < self._interval:
             return None
-        state.windows = [*state.windows, (statistics.fmean(state.taus), state.version)][-WINDOWS:]
+        state.windows = [*state.windows, (statistics.fmean(state.taus), live)][-WINDOWS:]
         state.taus = []
         taus = [tau for tau, _ in state.windows]
         if len(taus) == WINDOWS and taus[0] > taus[1] > taus[2]:
-            return Verdict("revert", f"tau fell: {', '.join(f'{tau:.2f}' for tau in taus)}", state.windows[0][1])
-        return Verdict("good", "", state.version)
+            if state.windows[0][1] != live:
+                return Verdict("revert", f"tau fell: {', '.join(f'{tau:.2f}' for tau in taus)}", state.windows[0][1])
+            self.follow(self.routes(), live)  # the traffic has changed: measurements alone are void
+            return None
+        return Verdict("good", version=live)
 
     def choose(self, group: int, texts: int) -> Arm:
         """Choose the arm of a buffer that is full (lines 12 and 13), while no event is measured."""
@@ -130,26 +127,21 @@ class Paper(Rule):
         """Train the one variant further."""
         return self.state.variant, 1
 
-    def trained(self, group: int, arm: Arm, result: Trained | None) -> bool:
-        """Put every update to use."""
-        return result is not None
-
-    def deploy(self, group: int, arm: Arm, variant: int, version: int) -> None:
-        """Begin an event (lines 16 and 17)."""
+    def trained(self, group: int, arm: Arm, result: Trained | None, variant: int, version: int) -> bool:
+        """Put every update to use, and begin an event (lines 16 and 17)."""
+        if result is None:
+            return False
         state = self.state
         state.last_event, state.blocked, state.variant = state.queries, BLOCKED, variant
         state.updates[arm] = state.updates.get(arm, 0) + 1
         state.arm, state.before, state.rates = arm, state.rates, []
+        return True
 
     def follow(self, routes: Routes, version: int) -> None:
         """Reset the values (line 23): earlier weights are in use again."""
         state, first = self.state, next(iter(routes.routes), None)
         state.values, state.rates, state.taus, state.windows, state.arm = {}, [], [], [], Arm.SKIP
-        state.variant, state.version, state.blocked = first.variant if first else 0, version, BLOCKED
-
-    def goes_on_as(self, version: int) -> None:
-        """Note the number of the weights in use."""
-        self.state.version = version
+        state.variant, state.blocked = first.variant if first else 0, BLOCKED
 
     def routes(self) -> Routes:
         """Let the variant draft for all texts."""

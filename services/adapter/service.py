@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Directory, drafter_pools
+from coppice.rpc.directory import drafter_pools
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.telemetry import AdapterMetrics, serve_metrics
@@ -34,7 +33,6 @@ from coppice.wire.adapter import (
     read_rollback_request,
     read_status_request,
     rollback_to_wire,
-    standing_by,
     status_to_wire,
 )
 
@@ -45,47 +43,36 @@ from .push import Replicas
 
 
 class AdapterServicer:
-    """Hands operators' requests to the loops; until there are any it stands by."""
+    """Hands operators' requests to the loops, which stand by until the lease is theirs."""
 
-    def __init__(self, heads: Sequence[str], policy: str) -> None:
-        self._heads, self._policy = heads, policy
-        self._loops: dict[str, HeadLoop] = {}
-
-    def adapt(self, loops: Sequence[HeadLoop]) -> None:
-        """Stop standing by: the loops of all heads run."""
+    def __init__(self, loops: Sequence[HeadLoop]) -> None:
         self._loops = {loop.name: loop for loop in loops}
 
-    def _named(self, head: str) -> Sequence[str]:
-        """Return one name, or all. Raises NotFound."""
-        if head and head not in self._heads:
-            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._heads)}")
-        return [head] if head else self._heads
-
     def _chosen(self, head: str) -> list[HeadLoop]:
-        """Return one loop by its name, or all. Raises NotFound, Unavailable."""
-        chosen = [self._loops.get(name) for name in self._named(head)]
-        active = [loop for loop in chosen if loop is not None and loop.active()]
-        if len(active) < len(chosen):
+        """Return one loop by its name, or all. Raises NotFound."""
+        if head and head not in self._loops:
+            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._loops)}")
+        return [self._loops[head]] if head else list(self._loops.values())
+
+    def _active(self, head: str) -> list[HeadLoop]:
+        """Return one loop by its name, or all, if they may do something. Raises NotFound, Unavailable."""
+        chosen = self._chosen(head)
+        if not all(loop.ready for loop in chosen):
             raise Unavailable("this adapter stands by: ask the active one")
-        return active
+        return chosen
 
     async def GetStatus(
         self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.GetStatusResponse:
         """Report what the loops did and know."""
         head, history = read_status_request(request)
-        return status_to_wire(
-            [
-                self._loops[name].status(history) if name in self._loops else standing_by(name, self._policy)
-                for name in self._named(head)
-            ]
-        )
+        return status_to_wire([loop.status(history) for loop in self._chosen(head)])
 
     async def Pause(
         self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.PauseResponse:
         """Stop training."""
-        for loop in self._chosen(read_head_name(request)):
+        for loop in self._active(read_head_name(request)):
             loop.pause(True)
         return adapter_pb2.PauseResponse()
 
@@ -93,7 +80,7 @@ class AdapterServicer:
         self, request: adapter_pb2.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.ResumeResponse:
         """Train again."""
-        for loop in self._chosen(read_head_name(request)):
+        for loop in self._active(read_head_name(request)):
             loop.pause(False)
         return adapter_pb2.ResumeResponse()
 
@@ -102,9 +89,9 @@ class AdapterServicer:
     ) -> adapter_pb2.RollbackResponse:
         """Put earlier weights back on every replica."""
         head, version = read_rollback_request(request)
-        chosen = self._chosen(head)
+        chosen = self._active(head)
         if len(chosen) != 1:
-            raise InvalidField("head", f"say which: {', '.join(self._heads)}")
+            raise InvalidField("head", f"say which: {', '.join(self._loops)}")
         return rollback_to_wire(version=await chosen[0].rollback(version))
 
 
@@ -157,9 +144,7 @@ class Lease:
 
     async def wait(self) -> None:
         """Stand by until nobody else has the lease, and take it."""
-        while True:
-            if await self.take():
-                return
+        while not await self.take():  # noqa: ASYNC110
             await asyncio.sleep(self._lease_s / _LOOKS)
 
     async def keep(self) -> None:
@@ -194,79 +179,55 @@ class Lease:
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class _Head:
-    """One head's weights, loaded, and where its drafters are."""
-
-    name: str
-    learner: Learner
-    drafters: Directory
-    folder: Path
-
-
-async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_Head]:
+async def _loops(
+    settings: Settings, on_thread: OnThread, home: Path, metrics: AdapterMetrics, active: Callable[[], bool]
+) -> list[HeadLoop]:
     """Load the heads; nothing is read from `home`, or written there. Raises InvalidField."""
     adapter = settings.adapter
     paths = dict(pair.split("=", 1) for pair in adapter.heads)
     drafters = drafter_pools(adapter.drafters, settings.directory, "adapter.drafters")
     if unknown := [name for name in drafters if name not in paths]:
         raise InvalidField("adapter.drafters", f"{unknown[0]} is none of {', '.join(paths)}")
-    heads = []
+    loops = []
     for name, path in paths.items():
         if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
         learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
-        heads.append(_Head(name, learner, drafters[name], home / name))
-    return heads
+        dialer = Dialer(settings.limits, settings.tls)
+        replicas = Replicas(name, drafters[name], Weights.of(learner.deployed()), dialer, metrics, active)
+        loops.append(HeadLoop(name, learner, replicas, adapter, home / name, on_thread, metrics, active))
+    return loops
 
 
-class _Adapter:
-    """Stands by until the lease is its own, then adapts for as long as it is."""
+async def _adapt(
+    settings: Settings, lease: Lease, loops: Sequence[HeadLoop], metrics: AdapterMetrics, decided: asyncio.Event
+) -> None:
+    """Stand by until the lease is its own, then adapt until cancelled.
 
-    def __init__(self, settings: Settings, heads: list[_Head], on_thread: OnThread, metrics: AdapterMetrics) -> None:
-        self._settings, self._heads, self._on_thread, self._metrics = settings, heads, on_thread, metrics
-        self._lease = Lease(settings.adaptation, settings.adapter.lease_s)
-        metrics.active.set_function(self._lease.held)
-        self.servicer = AdapterServicer([head.name for head in heads], settings.adapter.policy)
-        self.decided = asyncio.Event()
-        """it adapts, or stands by, or failed"""
-
-    async def run(self) -> None:
-        """Adapt until cancelled. Raises an exception group with LeaseLost, or with what a task ended by."""
-        loops: list[HeadLoop] = []
-        try:
-            if not await self._lease.take():
-                log.info("standing by: another adapter is active, or redis is away")
-                self.decided.set()
-                await self._lease.wait()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._lease.keep())
-                for head in self._heads:
-                    replicas, loop = self._loop(head)
-                    loops.append(loop)
-                    await loop.start()
-                    group.create_task(replicas.follow())
-                inbox = Inbox(self._settings.adaptation, loops, self._metrics)
-                await inbox.begin()
-                group.create_task(inbox.run())
-                for loop in loops:
-                    group.create_task(loop.run())
-                self.servicer.adapt(loops)
-                self.decided.set()
-        finally:
-            self.decided.set()
+    decided: set when it adapts, stands by, or failed. Raises an exception group with LeaseLost, or with what a task
+    ended by.
+    """
+    try:
+        if not await lease.take():
+            log.info("standing by: another adapter is active, or redis is away")
+            decided.set()
+            await lease.wait()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lease.keep())
             for loop in loops:
-                await loop.stop()
-            await self._lease.give_back()
-
-    def _loop(self, head: _Head) -> tuple[Replicas, HeadLoop]:
-        head.folder.mkdir(parents=True, exist_ok=True)
-        active, metrics, settings = self._lease.held, self._metrics, self._settings
-        deployed, dialer = Weights.of(head.learner.deployed()), Dialer(settings.limits, settings.tls)
-        replicas = Replicas(head.name, head.drafters, deployed, dialer, metrics, active)
-        return replicas, HeadLoop(
-            head.name, head.learner, replicas, settings.adapter, head.folder, self._on_thread, metrics, active
-        )
+                await loop.start()
+            inbox = Inbox(settings.adaptation, loops, metrics)
+            with contextlib.suppress(Unavailable):
+                await inbox.look()  # what comes from now on will be read
+            group.create_task(inbox.run())
+            for loop in loops:
+                group.create_task(loop.run())
+            decided.set()
+    finally:
+        decided.set()
+        for loop in loops:
+            await loop.stop()
+        await lease.give_back()
 
 
 def _yielding(settings: AdapterSettings) -> None:
@@ -282,17 +243,19 @@ async def serve(settings: Settings) -> int:
     async def on_thread(work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
 
-    metrics = AdapterMetrics()
+    metrics, lease = AdapterMetrics(), Lease(settings.adaptation, settings.adapter.lease_s)
+    metrics.active.set_function(lease.held)
     with contextlib.ExitStack() as stack:
         home = settings.adapter.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-adapter-"))
-        adapter = _Adapter(settings, await _load(settings, on_thread, Path(home)), on_thread, metrics)
-        failed = asyncio.Event()
-        adapting = asyncio.create_task(adapter.run())
+        loops = await _loops(settings, on_thread, Path(home), metrics, lease.held)
+        decided, failed = asyncio.Event(), asyncio.Event()
+        adapting = asyncio.create_task(_adapt(settings, lease, loops, metrics, decided))
         adapting.add_done_callback(lambda done: None if done.cancelled() else failed.set())
-        await adapter.decided.wait()
+        await decided.wait()
         serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
         port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-        await serving.start(adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], adapter.servicer, port)
+        service = adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"]
+        await serving.start(service, AdapterServicer(loops), port)
         code = await serving.until_stopped(failed)
         adapting.cancel()
         for outcome in await asyncio.gather(adapting, return_exceptions=True):

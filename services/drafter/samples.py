@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from coppice.signals.producer import Producer
-from coppice.signals.records import Sample, SampleFacts
+from coppice.signals.records import Sample
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 
@@ -74,5 +74,5 @@ class Samples:
         if self._wanted and window.end - window.sampled >= least:
             window.sampled = window.end
             ids, rows = list(window.ids)[-WINDOW:], list(window.rows)[-WINDOW:-1]
-            facts = SampleFacts(window.session, window.end - 1, window.dtype)
-            self._producer.sample(self._head, Sample(facts, np.array(ids, np.int64), b"".join(rows)))
+            sample = Sample(window.session, np.array(ids, np.int64), b"".join(rows), window.dtype)
+            self._producer.sample(self._head, sample)

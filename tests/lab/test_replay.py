@@ -15,7 +15,7 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import SpecBlockHead
 from coppice.prompts.files import demo_prompts
-from coppice.signals.records import Sample, SampleFacts
+from coppice.signals.records import Sample
 from coppice.speculation.tree import DraftTree
 from coppice.training.answers import Answer
 from coppice.training.data import load_tokenizer
@@ -74,10 +74,7 @@ def test_the_demo_head_of_code_learns_stories() -> None:
     tokenizer = load_tokenizer(DEMO / "target")
     texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
     learner = Learner(DEMO / "specblock-code", DEMO / "target")
-    samples = [
-        Sample(SampleFacts("s", len(text.ids) - 1), text.ids.numpy(), text.features[:-1].float().numpy().tobytes())
-        for text, _ in texts
-    ]
+    samples = [Sample("s", text.ids.numpy(), text.features[:-1].float().numpy().tobytes()) for text, _ in texts]
     head = SpecBlockHead(
         DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
     )

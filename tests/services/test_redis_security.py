@@ -95,7 +95,7 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     assert await lease.take()
     producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), ["a"])
     inbox = Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics())
-    await inbox.begin()
+    await inbox.look()
     reading = asyncio.create_task(inbox.run())
     producer.start()
     for _ in range(3):

@@ -22,10 +22,11 @@ from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.signals.producer import BOUNDS, Bounds, Producer
-from coppice.signals.records import NUMBER, SENDER, Demand, QueryRecord, Sample, Stream, demand_key, query_to_fields
+from coppice.signals.records import NUMBER, SENDER, Demand, QueryRecord, Sample, demand_key, query_to_fields
 from coppice.stack.redis_server import LocalRedis, find_server
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
+from services.adapter.state import State
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import RECORD, sample
 
@@ -125,7 +126,7 @@ async def test_bytes_a_second_are_bounded(redis: LocalRedis) -> None:
 
 
 async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: LocalRedis) -> None:
-    async with line_to(redis.url, Bounds(queries_kept=100, stream_bytes=20_000)) as line:
+    async with line_to(redis.url, Bounds(stream_entries=100, stream_bytes=20_000)) as line:
         line.put(1000)
         for _ in range(50):
             line.producer.sample("a", sample(rows=100))  # 2.4 kB and names
@@ -279,12 +280,11 @@ def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.Mon
 class Reader:
     """As much of a head's loop as an inbox needs: positions, numbers, and the records that it was handed."""
 
-    widths = None
+    widths = 0, 0
 
     def __init__(self, name: str = "a", demand: Demand = "") -> None:
         self.name, self.demand = name, demand
-        self.positions: dict[Stream, str] = {}
-        self.numbers: dict[Stream, dict[str, int]] = {}
+        self.state = State()
         self.taken: list[QueryRecord] = []
 
     @property
@@ -306,7 +306,7 @@ async def inbox_of(redis: LocalRedis, *readers: Reader) -> AsyncIterator[Collect
     """An inbox that reads for them, and what it counts."""
     metrics = AdapterMetrics()
     inbox = Inbox(AdaptationSettings(redis=redis.url), readers, metrics)
-    await inbox.begin()
+    await inbox.look()
     reading = asyncio.create_task(inbox.run())
     yield metrics.registry
     reading.cancel()
@@ -330,7 +330,7 @@ async def test_streams_are_read_from_their_end_from_a_position_and_anew_where_th
     position: str | None, redis: LocalRedis
 ) -> None:
     reader = Reader()
-    reader.positions = {} if position is None else {"queries": position, "samples": position}
+    reader.state.positions = {} if position is None else {"queries": position, "samples": position}
     before = add(redis, range(1, 3))
     async with inbox_of(redis, reader):
         after = add(redis, range(3, 4))
@@ -346,7 +346,7 @@ async def test_what_was_trimmed_while_the_adapter_was_away_is_counted(redis: Loc
     add(redis, range(11, 111))
     client_of(redis).xtrim("coppice:a:queries", maxlen=1, approximate=False)
     successor = Reader()
-    successor.positions, successor.numbers = reader.positions, reader.numbers
+    successor.state = reader.state
     async with inbox_of(redis, successor) as registry:
         await successor.until(1)
         assert (successor.sessions, lost(registry)) == (["s110"], 99)
@@ -361,7 +361,7 @@ async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_
         client.xadd(
             "coppice:a:queries", {"no": "record"}, id=f"{2**64 - 1}-{2**64 - 1}"
         )  # senders are refused from now on
-        assert await asyncio.to_thread(eventually, lambda: reader.positions["queries"].startswith(str(2**64 - 1)))
+        assert await asyncio.to_thread(eventually, lambda: reader.state.positions["queries"].startswith(str(2**64 - 1)))
         pipe = client.pipeline()  # at once, as a fail-over to a replica that was behind
         pipe.delete("coppice:a:queries")
         for number in range(4, 9):
@@ -379,7 +379,7 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
     reader, client = Reader(demand="texts"), client_of(redis)
     async with inbox_of(redis, Reader()):
         pass  # notes where the stream ends
-    reader.positions = {"queries": "0-0", "samples": "0-0"}
+    reader.state.positions = {"queries": "0-0", "samples": "0-0"}
     add(redis, range(1, 31))
     client.config_set("maxmemory", 1)
     with capture_logs() as logs:
@@ -395,7 +395,7 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
 async def test_a_key_of_a_wrong_type_stops_its_own_head_alone_and_until_it_is_gone(redis: LocalRedis) -> None:
     broken, sound, client = Reader("b"), Reader("a"), client_of(redis)
     async with inbox_of(redis, broken, sound):
-        await asyncio.to_thread(eventually, lambda: "samples" in sound.positions)
+        await asyncio.to_thread(eventually, lambda: "samples" in sound.state.positions)
         client.set("coppice:b:queries", "no stream")
         add(redis, range(1, 9))
         await sound.until(8)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from coppice.commands import adapter as adapter_command
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
 from coppice.v1 import adapter_pb2
-from coppice.weights.versions import Weights
 from coppice.wire import adapter
 from coppice.wire.adapter import ActionStatus, Change, HeadStatus, KindStatus, QueryPoint, ReplicaStatus, VersionStatus
-from services.adapter.groups import SAMPLES, SESSIONS, Groups
+from services.adapter.learn import SAMPLES, Groups
 from services.adapter.state import FILE, State
-from tests.unit.test_records import RECORD, sample
+from tests.unit.test_records import sample
 
 STATUS = HeadStatus(
     head="a",
@@ -67,56 +64,20 @@ def test_requests_arrive_and_are_checked() -> None:
 # --- state ---
 
 
-def weights(number: float, version: int) -> Weights:
-    return Weights.of({"a": torch.tensor([number])}, version)
-
-
 def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Path) -> None:
     state = State.load(tmp_path)
     state.paused, state.live = True, state.next_number()
-    state.know(weights(1.0, 1))
     state.bandit.queries = state.paper.queries = 7
-    state.change(STATUS.changes[0])
+    state.changes.append(STATUS.changes[0])
+    state.history.extend(STATUS.history)
     state.positions["queries"] = "17-2"
-    state.observe(RECORD, 1, "full")
-    state.observe(RECORD, None, "skip")
     state.save()
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
-    assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
-    assert [point.version for point in again.history] == [1, None]
-    earlier = {"kinds": {"kinds": [{"centre": [1.0], "with_variant": [2.5], "queries": 9}, None]}, "overwriting": {}}
-    (tmp_path / FILE).write_text(json.dumps(earlier | {"queries": 3}))
-    again = State.load(tmp_path)
-    kind = again.bandit.kinds[0]
-    assert kind is not None
-    assert (again.queries, kind.queries, kind.with_variant, again.bandit.kinds[1]) == (3, 9, [], None)
+    assert (again.newest, again.bandit.queries, again.changes, again.history) == (1, 7, STATUS.changes, STATUS.history)
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)
         assert State.load(tmp_path).model_dump() == State().model_dump()
-
-
-def test_the_state_is_bounded(tmp_path: Path) -> None:
-    state = State.load(tmp_path)
-    for number in range(MAX_HISTORY + 50):
-        state.observe(RECORD, number, "skip")
-        state.know(weights(number, number))
-        state.change(STATUS.changes[0])
-    assert len(state.history) == MAX_HISTORY
-    assert state.queries == state.history[-1].query == MAX_HISTORY + 50
-    assert max(map(len, (state.hashes, state.taus))) <= 16
-    assert len(state.changes) <= 200
-
-
-def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
-    state = State.load(tmp_path)
-    state.know(weights(1.0, 4))
-    state.know(weights(2.0, 5))
-    state.live = 6
-    state.know(weights(1.0, 6))
-    state.know(weights(1.0, 6), 9)
-    assert [state.lived_on((version, version)) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, None]
-    assert [state.lived_on(versions) for versions in ((4, 9), (4, 5), (5, 77), (77, 4))] == [6, None, None, None]
 
 
 # --- texts until they are learnt from ---
@@ -124,7 +85,7 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
 
 def test_texts_join_the_group_that_their_query_is_of_and_some_are_held_out() -> None:
     dropped = Counter[str]()
-    groups = Groups(lambda count, reason: dropped.update({reason: count}))
+    groups = Groups(lambda reason: dropped.update([reason]))
     for _ in range(7):
         groups.take(sample(session="one"))
     assert groups.of(1) == ([], [])
@@ -140,15 +101,14 @@ def test_texts_join_the_group_that_their_query_is_of_and_some_are_held_out() -> 
 
 def test_texts_of_queries_that_never_end_are_bounded_and_so_is_a_group() -> None:
     dropped = Counter[str]()
-    groups = Groups(lambda count, reason: dropped.update({reason: count}))
-    for number in range(SESSIONS + 7):
-        groups.take(sample(session=f"s{number}"))
+    groups = Groups(lambda reason: dropped.update([reason]))
+    for number in range(SAMPLES + 7):
+        groups.take(sample(session="long" if number > 100 else f"s{number}"))
     assert dropped["unclaimed"] == 7
-    for _ in range(SAMPLES):
-        groups.take(sample(session="long"))
-    assert dropped["unclaimed"] == SESSIONS + 7
     groups.claim("long", 1)
     assert [len(texts) for texts in groups.of(1)] == [128, 8]
+    groups.claim("s99", 1)
+    assert groups.counts() == {1: 128}
 
 
 # --- for people ---

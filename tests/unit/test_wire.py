@@ -136,7 +136,11 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     "chunk": (Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0), None, (TOP, TOP)), *ANSWER),
     "chunk with its tree": (Chunk("", (1,), (Origin.ROOT,), ("",), (), STEP_TREE, (), (OTHER_TREE,)), *ANSWER),
     "finished": (Finished("stop", 3, 4, [1, 2], [-2, 0], [5, 31], 1, 2, TIMINGS, 7, 8, 2), *ANSWER),
-    "status": ([adapter.standing_by("a", "paper")], adapter.status_to_wire, adapter.read_status),
+    "status": (
+        [adapter.HeadStatus("a", "paper", False, adapter.STANDING_BY, 0, b"", 0, 0, 0, 0)],
+        adapter.status_to_wire,
+        adapter.read_status,
+    ),
     "model": (
         generation.ModelDescription("t", 9, 512, ("a",), ("plain", "x"), "route", 31, True, True, 4, "0.1", 1.05),
         *(generation.model_to_wire, generation.read_model),
