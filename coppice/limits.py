@@ -49,6 +49,9 @@ CHUNK_BYTES = 1 << 20  # of features or weights in one message
 HASH_BYTES = 32
 MAX_PROMPT_CHARS = 1 << 20  # of a text prompt, a conversation or a prediction
 MAX_WEIGHTS_BYTES = 4 << 30  # of a file of new weights for a head
+NEW_TOKENS = 256  # of an answer whose request does not say
+MESSAGE_BYTES = 64 << 20  # of a gRPC message
+REQUEST_BYTES = (1 << 20) + 5 * MAX_CONTEXT  # of a client's message: 1 MiB of text and the longest context's ids
 
 _SESSION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -58,12 +61,6 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    message_bytes: int = Field(64 << 20, gt=0, description="largest gRPC message, bytes")
-    request_bytes: int = Field(
-        (1 << 20) + 5 * MAX_CONTEXT,
-        gt=0,
-        description="largest message of a client, bytes; the default holds 1 MiB of text and the longest context's ids",
-    )
     max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
     sessions: int = Field(128, gt=0, description="sessions a service holds at once")
     queued: int = Field(128, ge=0, description="requests that may wait for a session")

@@ -23,8 +23,6 @@ from lab.asking import Ids, asking, timed
 from lab.measuring import Bench
 from lab.report import Report
 
-SAMPLED = 2
-"""every so many steps have spans"""
 MIDDLE = 0.1
 """share of the steps, around the median one, that are averaged"""
 ON_THREAD = {"forward", "tree", "pack", "accept"}
@@ -79,7 +77,7 @@ def traced(spec: StackSpec, folder: Path) -> StackSpec:
     """The spec with processes that write spans of some steps into a folder; as it is without OpenTelemetry."""
     if importlib.util.find_spec("opentelemetry") is None:
         return spec
-    settings = {"telemetry.otlp_endpoint": f"file:{folder}", "telemetry.step_interval": SAMPLED}
+    settings = {"telemetry.otlp_endpoint": f"file:{folder}"}
     roles = ("orchestrator", "verifier", "drafter")
     return replace(spec, extra={role: {**spec.extra.get(role, {}), **settings} for role in roles})
 

@@ -46,8 +46,8 @@ async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     options = settings.orchestrator
     tracing.start(settings.telemetry, "orchestrator")
-    verifiers_at = directory(options.verifiers, "verifier", "", settings.directory, "orchestrator.verifiers")
-    heads_at = drafter_pools(options.heads, settings.directory, "orchestrator.heads")
+    verifiers_at = directory(options.verifiers, "verifier", "", settings.directory.redis, "orchestrator.verifiers")
+    heads_at = drafter_pools(options.heads, settings.directory.redis, "orchestrator.heads")
     dialer = Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(options.target)
     verifiers = TargetPool(verifiers_at.addresses, dialer, options.failover_s)
@@ -65,7 +65,7 @@ async def serve(settings: Settings) -> int:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
     await feature_layers(list(heads.values()), "orchestrator.heads")
     async with AsyncExitStack() as stopping:
-        producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), list(heads))
+        producer = Producer(settings.adaptation.redis, SignalMetrics(metrics.registry), list(heads))
         signals = producer if settings.adaptation.redis else None
         if signals is not None:
             signals.start()

@@ -14,6 +14,7 @@ import coppice
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
+from coppice.limits import NEW_TOKENS
 from coppice.rpc.admission import Admission
 from coppice.signals.producer import Producer
 from coppice.signals.records import QueryRecord
@@ -259,7 +260,7 @@ class GenerationServicer:
         if request.pq and not policy.name.startswith("single:"):
             raise InvalidField("accept_rule", "p/q rejection is exact under single:HEAD only")
         room = self.target.max_len - prompt_tokens
-        new = min(request.max_new_tokens or settings.max_new_tokens, room)
+        new = min(request.max_new_tokens or min(NEW_TOKENS, self.settings.limits.max_new_tokens), room)
         if room <= 0:
             raise no_room(prompt_tokens, self.target.max_len)
         if len(request.resume_ids) > new:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -100,6 +101,10 @@ def _become(
     stdin.close()
     os.environ.clear()
     os.environ.update(environment)
+    for assignment in environment.get("TEST_CONSTANTS", "").split():  # PACKAGE.MODULE.NAME=NUMBER ...
+        name, _, value = assignment.partition("=")
+        place, _, constant = name.rpartition(".")
+        setattr(import_module(place), constant, json.loads(value))
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.argv = ["coppice.stack.child", module, *arguments]
     import_module("coppice.stack.child").main()

@@ -19,7 +19,7 @@ class MortalHead(Head):
     """Drafts the root again."""
 
     def __init__(self, settings: DrafterSettings) -> None:
-        self.description = HeadDescription(settings.name, settings.kind, settings.vocab_size)
+        self.description = HeadDescription(settings.name, settings.kind, 0)
         self._first: dict[int, int] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:

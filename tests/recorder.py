@@ -13,7 +13,6 @@ from typing import Any
 import grpc.aio
 import torch
 
-from coppice.config.sections import DirectorySettings
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
@@ -107,13 +106,13 @@ async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncItera
 
 
 @asynccontextmanager
-async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0, ahead: bool = True) -> AsyncIterator[Any]:
+async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> AsyncIterator[Any]:
     """A drafter that serves a head of this process; gives something with its address."""
     worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
-    verifiers = directory(allowed, "verifier", "", DirectorySettings(), "drafter.verifiers") if allowed else None
-    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(bounds), verifiers), ahead)
+    verifiers = directory(allowed, "verifier", "", "", "drafter.verifiers") if allowed else None
+    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(bounds), verifiers))
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

@@ -58,11 +58,11 @@ def eventually(claim: Callable[[], bool], within_s: float = 20.0) -> bool:
 
 def queries(redis: Redis, head: str) -> list[QueryRecord]:
     """All query records of a head's stream."""
-    entries: Any = redis.xrange(queries_key("coppice", head))
+    entries: Any = redis.xrange(queries_key(head))
     return [read_query(fields) for _, fields in entries]
 
 
 def samples(redis: Redis, head: str) -> list[Sample]:
     """All samples of a head's stream."""
-    entries: Any = redis.xrange(samples_key("coppice", head))
+    entries: Any = redis.xrange(samples_key(head))
     return [read_sample(fields) for _, fields in entries]

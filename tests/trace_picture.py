@@ -20,7 +20,7 @@ from tests.pipeline.test_seeing import APPLICATION, collecting, facts_of
 
 FILE = Path(__file__).parents[1] / "docs" / "trace.svg"
 HEADS = ("specblock-code", "lookup")
-PROMPT, NEW_TOKENS = "def read_lines(path):\n", 16
+PROMPT, NEW_TOKENS = "def read_lines(path):\n", 48
 ANSWERS = 6
 COLOURS = {
     "application": BLACK,
@@ -34,7 +34,7 @@ COLOURS = {
 def traced() -> list[tuple[str, Span]]:
     """Spans of the fastest of a few answers of the demo: the least disturbed one."""
     with collecting() as (collector, endpoint):
-        told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": 0.0, "telemetry.step_interval": 2}
+        told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": 0.0}
         extra = dict.fromkeys(("verifier", "drafter", "orchestrator"), told)
         heads = tuple(map(HeadSpec.shipped, HEADS))
         with Stack(StackSpec.demo(heads=heads, verifier_threads=1, drafter_threads=1, extra=extra)) as stack:

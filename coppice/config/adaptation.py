@@ -35,10 +35,7 @@ class AdapterSettings(Section):
     interval: int = Field(
         20, ge=2, description="queries that the other policies measure before and after an update of as many texts"
     )
-    lease_s: float = Field(10.0, ge=0.5, le=300, description="how long after the active adapter another one takes over")
-    poll_s: float = Field(2.0, gt=0, description="time between two looks at the replicas, seconds")
     cpu_share: float = Field(0.25, gt=0, le=1, description="largest share of the time that an update computes")
-    threads: int = Field(1, ge=1, le=1024, description="torch threads of training")
     device: str = Field("cpu", description="torch device of training, such as cpu or cuda:1")
 
     @field_validator("heads", "drafters")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -68,7 +67,6 @@ class ServerSettings(Section):
     )
     ready_file: str = Field("", description="file to write addresses to once ready")
     grace_s: float = Field(90.0, ge=0, description="how long a stopping server lets requests finish, seconds")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
     production: bool = Field(False, description="whether people depend on this process: failpoints are refused")
     failpoints: str = Field("", description="NAME=VALUE;... of coppice.failpoints: how to misbehave, for tests")
@@ -90,7 +88,6 @@ class TelemetrySettings(Section):
         "folder, file:FOLDER, where each process writes its spans as JSON lines when it ends",
     )
     sample: float = Field(1.0, ge=0, le=1, description="share of requests traced whose caller does not say")
-    step_interval: int = Field(8, ge=1, description="a traced request has spans of its first step and every n-th")
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -111,9 +108,6 @@ class TlsSettings(Section):
     )
     server_name: str = Field(
         "", description="name in a called server's certificate; empty: its role's, for generation the address's host"
-    )
-    operators: list[str] = Field(
-        default_factory=list, description="names, beside operator, of certificates that may steer the adapter"
     )
     tokens_in_clear: bool = Field(False, description="whether clients' tokens may cross a network without TLS")
 
@@ -146,7 +140,6 @@ class VerifierSettings(TorchSettings):
         description="share of kv_tokens that may keep texts for later requests of a client that begin with them, while "
         "no session needs the room; 0: none",
     )
-    feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
     generation_config: Literal["serve", "ignore"] = Field(
         "serve",
         description="serve the defaults of the target's generation_config.json and refuse to start over what is not "
@@ -200,35 +193,31 @@ class DrafterSettings(TorchSettings):
     name: str = Field("", description="the pool's name; empty: the kind")
     kind: HeadKind = Field("lookup", description=f"kind of head: {', '.join(HEAD_KINDS)}, or what a package adds")
     path: str = Field("", description="folder of the head's weights")
-    target: str = Field("", description="folder of the target, for heads that read its features")
+    target: str = Field("", description="folder of the target, for heads that read its features or its vocabulary")
     verifiers: list[str] = Field(
         default_factory=list,
         description="verifiers features may come from: HOST:PORT, dns:HOST:PORT or redis; empty: any",
     )
-    vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
     top_k: int = Field(
         0,
         ge=0,
         le=MAX_HEAD_NODES,
-        description="candidates kept per node of a tree; 0: 8, eagle3 10, dflash and jetspec as many as the budget",
+        description="candidates kept per node of a tree; 1 drafts a chain; 0: 8, eagle3 10, dflash and jetspec as many "
+        "as the budget",
     )
     depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8, of a block all")
-    chain: bool = Field(False, description="draft a single chain instead of a tree")
-    alpha: float = Field(
-        1.0, gt=0, le=10, description="how far the head's logits decide, at T > 0, what the noise lets the target draw"
-    )
-    beta: float = Field(1.0, ge=0, le=10, description="how far the noise itself decides that; 0 draws without it")
-    max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
-    ahead: bool = Field(
-        True, description="begin the next draft from what the verifier commits, before the orchestrator asks for it"
-    )
     memory_tokens: int = Field(
         0,
         ge=0,
         le=1_000_000,
         description="tokens of ended requests that a lookup head remembers for later ones of the same client; 0: none",
     )
+
+    @property
+    def chain(self) -> bool:
+        """Whether a tree has one branch."""
+        return self.top_k == 1
 
 
 class OrchestratorSettings(Section):
@@ -241,7 +230,6 @@ class OrchestratorSettings(Section):
     )
     policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
     budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
-    max_new_tokens: int = Field(256, gt=0, description="default limit of new tokens")
     draft_deadline_ms: float = Field(
         0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
     )
@@ -264,14 +252,9 @@ class OrchestratorSettings(Section):
 
 
 class RedisSettings(Section):
-    """A Redis, and what is ours in it."""
+    """A Redis."""
 
     redis: str = Field("", description="redis://, rediss:// or unix:// URL; empty: none")
-    redis_ca: str = Field(
-        "", description="file with the authority of a rediss:// server (PEM); empty: those of the system"
-    )
-    prefix: str = Field("coppice", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="what every Redis key begins with")
-    timeout_s: float = Field(1.0, gt=0, description="how long Redis may take to answer, seconds")
 
     @field_validator("redis")
     @classmethod
@@ -280,19 +263,8 @@ class RedisSettings(Section):
             raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
         return url
 
-    @field_validator("redis_ca")
-    @classmethod
-    def _redis_ca_is_of_use(cls, file: str, info: ValidationInfo) -> str:
-        if file and not info.data.get("redis", "").startswith("rediss://"):
-            raise ValueError("is of use with a rediss:// URL only")
-        if file and not Path(file).is_file():
-            raise ValueError(f"no such file: {file}")
-        return file
-
 
 class DirectorySettings(RedisSettings):
-    """Where replicas are found: the registry that they keep themselves in, and how often one looks."""
+    """Where replicas are found: the registry that they keep themselves in."""
 
     redis: str = Field("", description="URL of the Redis with the registry of replicas; empty: there is none")
-    lease_s: float = Field(3.0, ge=0.2, le=60, description="how long the registry believes a replica, seconds")
-    poll_s: float = Field(1.0, ge=0.05, le=60, description="time between two looks at a registry or at DNS, seconds")

@@ -38,72 +38,30 @@ _OTHER_VARIABLES = frozenset(
     {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
 )
 
-REMOVED = {
-    "adaptation.bytes_per_s": "it is always 32 MiB",
-    "adaptation.entry_bytes": "it is always 8 MiB",
-    "adaptation.queries_kept": "it is always 10000",
-    "adaptation.queue_bytes": "it is always 64 MiB",
-    "adaptation.queue_entries": "it is always 4096",
-    "adaptation.samples_kept": "it is always 4096",
-    "adaptation.stream_bytes": "it is always 256 MiB",
-    "adaptation.stride": "samples never overlap",
-    "adaptation.top_n": "it is always 32",
-    "adaptation.window": "it is always 64",
-    "adapter.canary": "a new variant drafts for half of a kind of text until it pays",
-    "adapter.full_samples": "an update learns from adapter.interval texts",
-    "adapter.head_samples": "an update learns from adapter.interval texts",
-    "adapter.nice": "it is always 19",
-    "adapter.variants": "it is always 4",
-    "adapter.versions_kept": "it is always 8",
-    "bandit.alpha": "it is always 0.10",
-    "bandit.always_queries": "set adapter.interval",
-    "bandit.blocked_queries": "it is always 2",
-    "bandit.certainty": "it is always 0",
-    "bandit.cold_events": "it is always 8",
-    "bandit.epsilon_first": "it is always 0.30",
-    "bandit.epsilon_last": "it is always 0.10",
-    "bandit.exploration": "it is always 0",
-    "bandit.horizon": "it is always adapter.interval",
-    "bandit.interval": "set adapter.interval",
-    "bandit.least_signal": "it is always 5",
-    "bandit.load_factor": "queries of any load are compared",
-    "bandit.patience": "a measurement has no limit",
-    "bandit.policy": "set adapter.policy",
-    "bandit.seed": "it is always 0",
-    "bandit.warmup_queries": "it is always 10",
-    "drafter.blocks": "it is always 2",
-    "drafter.rank_guided": "it is always true, but for a chain",
-    "drafter.widths": "it is always 2, 4, 6, 10, but for a chain",
-    "drift.canary_certainty": "there is no canary",
-    "drift.canary_limit": "there is no canary",
-    "drift.canary_queries": "a new variant drafts for half of a kind of text until it pays",
-    "drift.canary_tolerance": "there is no canary",
-    "drift.certainty": "it is always 0",
-    "drift.collapse": "tau has to fall over three windows",
-    "drift.window": "it is always adapter.interval",
-    "drift.windows": "it is always 3",
-    "learner.batch": "it is always 4",
-    "learner.blocks": "it is always 1",
-    "learner.clip": "it is always 0.5",
-    "learner.device": "set adapter.device",
-    "learner.every": "it is always 4",
-    "learner.full_passes": "texts are read up to 4 times",
-    "learner.full_rate": "it is always 0.002",
-    "learner.head_passes": "texts are read up to 4 times",
-    "learner.head_rate": "it is always 0.01",
-    "learner.penalty": "it is always 0.01",
-    "learner.seed": "it is always 0",
-    "learner.steps": "it is always 7",
-    "learner.valid_prefix": "it is always false",
-    "limits.prompt_chars": "it is always 1048576",
-    "limits.weights_bytes": "it is always 4 GiB",
-    "orchestrator.chunk_tokens": "a chunk holds the tokens of a step",
-    "orchestrator.reopens": "it is always 4",
-    "verifier.batch_wait_ms": "it is always 50",
-    "verifier.block_size": "it is always 32",
-    "verifier.prefill_rows": "it is always 512",
+FIXED = {
+    "adaptation": "bytes_per_s entry_bytes prefix queries_kept queue_bytes queue_entries samples_kept stream_bytes "
+    "stride timeout_s top_n window",
+    "adapter": "canary full_samples head_samples lease_s nice poll_s threads variants versions_kept",
+    "directory": "lease_s poll_s prefix timeout_s",
+    "drafter": "ahead alpha beta blocks max_context rank_guided widths",
+    "limits": "message_bytes prompt_chars request_bytes weights_bytes",
+    "orchestrator": "chunk_tokens max_new_tokens reopens",
+    "server": "log_level",
+    "telemetry": "step_interval",
+    "verifier": "batch_wait_ms block_size feature_window prefill_rows",
 }
-"""Settings that are gone, and what holds in their place. This table is kept for one release."""
+"""Settings, by section, that became constants. This table and REPLACED are kept for one release."""
+REPLACED = {
+    "adaptation.redis_ca": "write ?ssl_ca_certs=FILE behind the URL of adaptation.redis",
+    "bandit": "set adapter.policy and adapter.interval",
+    "directory.redis_ca": "write ?ssl_ca_certs=FILE behind the URL of directory.redis",
+    "drafter.chain": "set drafter.top_k to 1",
+    "drafter.vocab_size": "it is that of drafter.target",
+    "drift": "set adapter.policy and adapter.interval",
+    "learner": "set adapter.interval and adapter.device",
+    "tls.operators": "give their certificates the name operator",
+}
+"""What stands in for a setting, or a section, that is gone."""
 
 
 class Settings(BaseSettings):
@@ -168,8 +126,11 @@ def _names() -> list[str]:
 def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
     """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
     name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
-    if name in REMOVED:
-        return InvalidField(what, f"is no setting any more: {REMOVED[name]}")
+    section, _, setting = name.partition(".")
+    if setting in FIXED.get(section, "").split():
+        return InvalidField(what, "is no setting any more: what was its default always holds")
+    if replacement := REPLACED.get(name, REPLACED.get(section)):
+        return InvalidField(what, f"is no setting any more: {replacement}")
     near = difflib.get_close_matches(near_to or what, list(known), n=1)
     return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
 
@@ -212,8 +173,6 @@ def _explained(error: ValidationError) -> InvalidField:
     where = [str(part) for part in first["loc"]]
     if first["type"] != "extra_forbidden":
         return InvalidField(".".join(where), first["msg"])
-    if isinstance(first["input"], dict):  # a section, perhaps one whose settings are gone
-        where += [name for name in first["input"] if f"{where[0]}.{name}" in REMOVED][:1]
     return _no_such(".".join(where), [*Settings.model_fields, *_names()])
 
 

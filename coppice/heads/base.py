@@ -38,9 +38,9 @@ WARM_BUDGET = 5  # times the rows: large trees too
 
 
 def with_tree_shape(settings: DrafterSettings) -> DrafterSettings:
-    """The settings with the kind's `top_k` and `depth` where they are 0. A chain has one candidate a node."""
+    """The settings with the kind's `top_k` and `depth` where they are 0."""
     top_k, depth = _SHAPES.get(settings.kind, (TOP_K, DEPTH))
-    shape = {"top_k": 1 if settings.chain else settings.top_k or top_k, "depth": settings.depth or depth}
+    shape = {"top_k": settings.top_k or top_k, "depth": settings.depth or depth}
     return settings.model_copy(update=shape)
 
 

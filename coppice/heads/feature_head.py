@@ -164,7 +164,7 @@ class FeatureHead(Head):
         prepack(model)
         model.freeze()
         self.variants = VariantModels({0: model}, Routes())
-        self.ranking = Ranking(target_ids(model, config).to(device), settings.alpha, settings.beta)
+        self.ranking = Ranking(target_ids(model, config).to(device))
         pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
@@ -182,7 +182,7 @@ class FeatureHead(Head):
             expected_acceptance=config.acceptance.by_depth if config.acceptance else (),
         )
         self.deepest = self.settings.depth
-        self.max_context = settings.max_context or config.max_position_embeddings
+        self.max_context = config.max_position_embeddings
         self.timed = Timed(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 

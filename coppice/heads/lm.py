@@ -142,7 +142,7 @@ class LanguageModelHead(Head):
         )
         self.settings = settings
         info = self.engine.info
-        self._width = min(settings.vocab_size or target_width or info.vocab_size, info.vocab_size)
+        self._width = min(target_width or info.vocab_size, info.vocab_size)
         """of the logits that it drafts from; ids behind its own last one, which no token has, are read as that"""
         self._ids = torch.arange(self._width, device=settings.device)
         self.description = HeadDescription(
@@ -153,7 +153,7 @@ class LanguageModelHead(Head):
             # Of the target's, where the two were compared: they may differ in added tokens.
             tokenizer_hash=own_hash and tokenizer_hash(settings.target or settings.path),
         )
-        self.max_context = min(settings.max_context or info.max_context, info.max_context)
+        self.max_context = info.max_context
         self._sessions: dict[int, _Session] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coppice.config.model_folder import text_config
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
@@ -204,7 +205,8 @@ class NgramHead(Head):
         """Draft as `settings.kind` says, lookup or bigram. Raise InvalidField for a path: there are no weights."""
         if settings.path:
             raise InvalidField("drafter.path", f"a {settings.kind} head reads no weights, as of {settings.path}")
-        self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
+        vocab_size = int(text_config(settings.target).get("vocab_size", 0)) if settings.target else 0
+        self.description = HeadDescription(settings.name or settings.kind, settings.kind, vocab_size)
         settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
         self._models: dict[int, TextModel] = {}
@@ -223,7 +225,7 @@ class NgramHead(Head):
             if not isinstance(model, Bigram):
                 raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
             if not model.vocab_size:
-                raise InvalidField("open.want_q_rows", "this drafter does not know the vocabulary (drafter.vocab_size)")
+                raise InvalidField("open.want_q_rows", "this drafter does not know the vocabulary (drafter.target)")
         self._models[key] = model
         for start in range(0, len(opening.ids), CHUNK):
             model.extend(opening.ids[start : start + CHUNK])

@@ -63,22 +63,18 @@ class Noise:
 
 
 class Ranking:
-    """The target ids of a draft vocabulary, and how far its logits and the noise decide what the target draws."""
+    """The target ids of a draft vocabulary, and how its logits and the noise make scores."""
 
-    def __init__(self, target_ids: Tensor, alpha: float, beta: float) -> None:
-        """`target_ids` are the (draft vocabulary,) ids, on the device that drafts.
-
-        Under noise scores are alpha * logits / T + beta * noise. Both are 1 where a head is as sure as it should be.
-        """
+    def __init__(self, target_ids: Tensor) -> None:
+        """`target_ids` are the (draft vocabulary,) ids, on the device that drafts."""
         self.ids, self.target_ids = target_ids.cpu().numpy(), target_ids
-        self._alpha, self._beta = alpha, beta
 
     def score(self, logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
         """Turn (..., draft vocabulary) float32 logits, in place, into the scores of a job whose noise is as wide."""
         if job.sampling.temperature:
-            logits *= (1.0 if noise is None else self._alpha) / job.sampling.temperature
+            logits /= job.sampling.temperature
         if noise is not None:
-            logits += noise if self._beta == 1.0 else self._beta * noise
+            logits += noise
 
     def likeliest(
         self, scores: Tensor, width: int, *more: Tensor, always: Tensor | None = None

@@ -10,7 +10,6 @@ import structlog
 
 from coppice.config.sections import HEADS, DrafterSettings
 from coppice.heads.base import Head
-from coppice.limits import MAX_CONTEXT
 from coppice.machine import extension
 from coppice.telemetry import WARMING_UP
 
@@ -50,8 +49,6 @@ def served_head(settings: DrafterSettings) -> Head:
 
         if head.max_context < (tokens := context_of(settings.target, head.max_context)):
             log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)
-    if settings.max_context:
-        head.max_context = min(settings.max_context, head.max_context or MAX_CONTEXT)
     log.info(WARMING_UP)
     head.warm_up()
     return head

@@ -59,7 +59,6 @@ ACCESS = {
     "coppice.v1.GenerationService": ServiceAccess("", {"Generate": frozenset(), "DescribeModel": frozenset()}),
 }
 """Every method of every service; what is not here may not be served."""
-_OPERATED = "coppice.v1.AdapterService"
 
 
 class Clients(Protocol):
@@ -85,12 +84,11 @@ class Access:
         self, method: MethodDescriptor, context: grpc.aio.ServicerContext
     ) -> AbstractAsyncContextManager[None, bool | None]:
         """Hold the call's place inside the block. Raises Unauthenticated, PermissionDenied, Overloaded."""
-        service = method.containing_service.full_name
-        callers = ACCESS[service].callers[method.name]
+        callers = ACCESS[method.containing_service.full_name].callers[method.name]
         if not callers:
             return self.client(context.invocation_metadata() or (), counted=method.server_streaming)
         if self._tls.on:
-            self._check_name(method, callers | set(self._tls.operators if service == _OPERATED else ()), context)
+            self._check_name(method, callers, context)
         return contextlib.nullcontext()
 
     def client(

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
-from coppice.limits import Limits
+from coppice.limits import MESSAGE_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.access import ACCESS, Certificates, is_loopback
 
@@ -28,11 +28,11 @@ HEAD = "coppice-head-bin"
 _CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")
 
 
-def channel_options(message_bytes: int) -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, int]]:
     """Options of every client channel: message bounds, keepalive, no retries of their own."""
     return [
-        ("grpc.max_receive_message_length", message_bytes),
-        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
@@ -154,17 +154,13 @@ class Dialer:
 
         Raises InvalidField for unusable certificates or a token.
         """
-        return AioGuardedChannel(
-            grpc.aio, address, channel_options(self.limits.message_bytes), self.tls, self._metadata(address)
-        )
+        return AioGuardedChannel(grpc.aio, address, channel_options(), self.tls, self._metadata(address))
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
         if not self.tls.on and not self.token and not self.head:
-            return grpc.insecure_channel(address, options=channel_options(self.limits.message_bytes))
-        return GuardedChannel(
-            grpc, address, channel_options(self.limits.message_bytes), self.tls, self._metadata(address)
-        )
+            return grpc.insecure_channel(address, options=channel_options())
+        return GuardedChannel(grpc, address, channel_options(), self.tls, self._metadata(address))
 
     def _metadata(self, address: str) -> Metadata:
         head: Metadata = ((HEAD, self.head.encode()),) if self.head else ()

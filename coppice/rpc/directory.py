@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from coppice.config.sections import DirectorySettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_ADDRESS_CHARS
@@ -27,6 +26,8 @@ Changed = Callable[[tuple[str, ...]], None]
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 MAX_REPLICAS = 1024
 """of a pool that are read"""
+LEASE_S, POLL_S = 3.0, 0.5
+"""how long the registry believes a replica; time between two looks at a registry or at DNS"""
 _ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
 
 
@@ -49,20 +50,20 @@ _LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 _LIST = "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])"
 
 
-def registry_key(prefix: str, role: str, pool: str) -> str:
+def registry_key(role: str, pool: str) -> str:
     """The sorted set of a pool's replicas; `pool` is a drafter's name, empty for other roles."""
-    return f"{prefix}:directory:{role}:{pool}"
+    return f"coppice:directory:{role}:{pool}"
 
 
 class Registry:
     """One pool's replicas in Redis, for one caller at a time. Its methods raise Unavailable."""
 
-    def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
+    def __init__(self, url: str, role: str, pool: str) -> None:
         from coppice.rpc.redis_connection import Connection
 
         self.name = "redis"
-        self.key = registry_key(settings.prefix, role, pool)
-        self._connection = Connection(settings)
+        self.key = registry_key(role, pool)
+        self._connection = Connection(url)
         self._made_at = ""
 
     async def enter(self, address: str, lease_s: float) -> None:
@@ -117,8 +118,8 @@ class _Dns:
 class Directory:
     """Follows the places where the replicas of one pool are listed."""
 
-    def __init__(self, fixed: Sequence[str], sources: Sequence[Registry | _Dns], settings: DirectorySettings) -> None:
-        self._fixed, self._sources, self._settings = frozenset(fixed), sources, settings
+    def __init__(self, fixed: Sequence[str], sources: Sequence[Registry | _Dns]) -> None:
+        self._fixed, self._sources = frozenset(fixed), sources
         self._found: dict[str, frozenset[str]] = {}
 
     @property
@@ -129,7 +130,7 @@ class Directory:
     @property
     def news_s(self) -> float:
         """How long it may take until a new replica is known, seconds; 0: the list is static."""
-        return 2 * self._settings.poll_s if self._sources else 0.0
+        return 2 * POLL_S if self._sources else 0.0
 
     async def run(self, changed: Changed) -> None:
         """Call `changed` with the addresses as soon as there are any, and whenever they change, until cancelled."""
@@ -164,20 +165,20 @@ class Directory:
                 else:
                     if troubled:
                         log.info("a directory is back", at=source.name, replicas=len(addresses))
-                        troubled, hold_until = False, clock() + self._settings.lease_s if last else 0.0
+                        troubled, hold_until = False, clock() + LEASE_S if last else 0.0
                     last = addresses | last if clock() < hold_until else addresses
                     self._found[source.name] = last
                     notify()
-                await asyncio.sleep(self._settings.poll_s)
+                await asyncio.sleep(POLL_S)
         finally:
             await source.close()
 
 
-def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySettings, field: str) -> Directory:
+def directory(places: Sequence[str], role: str, pool: str, redis: str, field: str) -> Directory:
     """The directory that `places` make together: HOST:PORT, dns:HOST:PORT and redis in any mixture.
 
-    `role` is verifier or drafter, `pool` a drafter's name and empty for verifiers: a registry's prefix has one target.
-    Raises InvalidField naming the setting `field`.
+    `role` is verifier or drafter, `pool` a drafter's name and empty for verifiers; `redis` the URL of the registry,
+    which has one target. Raises InvalidField naming the setting `field`.
     """
     if not places:
         raise InvalidField(field, "names none")
@@ -185,33 +186,33 @@ def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySe
     sources: dict[str, Registry | _Dns] = {}
     for place in places:
         if place == "redis":
-            if not settings.redis:
+            if not redis:
                 raise InvalidField(field, "redis is the registry of directory.redis, which is not set")
-            sources.setdefault(place, Registry(settings, role, pool))
+            sources.setdefault(place, Registry(redis, role, pool))
         elif place.startswith("dns:") and (name := _split(place.removeprefix("dns:"))):
             sources.setdefault(place, _Dns(*name))
         elif _split(place):
             fixed.append(place)
         else:
             raise InvalidField(field, f"{place!r} is not HOST:PORT, dns:HOST:PORT or redis")
-    return Directory(fixed, list(sources.values()), settings)
+    return Directory(fixed, list(sources.values()))
 
 
-def drafter_pools(pairs: Sequence[str], settings: DirectorySettings, field: str) -> dict[str, Directory]:
+def drafter_pools(pairs: Sequence[str], redis: str, field: str) -> dict[str, Directory]:
     """Directories by pool, in the order of the NAME=PLACE `pairs`. Raises InvalidField naming the setting `field`."""
     places: dict[str, list[str]] = {}
     for pair in pairs:
         name, _, place = pair.partition("=")
         places.setdefault(name, []).append(place)
-    return {name: directory(each, "drafter", name, settings, field) for name, each in places.items()}
+    return {name: directory(each, "drafter", name, redis, field) for name, each in places.items()}
 
 
 class Registration:
     """Keeps one replica in the registry, by a lease that it renews. Redis may come and go."""
 
-    def __init__(self, settings: DirectorySettings, role: str, pool: str = "") -> None:
-        """`settings.redis` is set."""
-        self._registry, self._lease_s = Registry(settings, role, pool), settings.lease_s
+    def __init__(self, redis: str, role: str, pool: str = "") -> None:
+        """`redis`: URL of the registry."""
+        self._registry, self.lease_s = Registry(redis, role, pool), LEASE_S
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -229,7 +230,7 @@ class Registration:
         registered, troubled = False, False
         while not self._stopping.is_set():
             try:
-                await self._registry.enter(address, self._lease_s)
+                await self._registry.enter(address, self.lease_s)
                 if not registered:
                     log.info("registered", at=self._registry.key, address=address)
                 registered, troubled = True, False
@@ -238,7 +239,7 @@ class Registration:
                     log.warning("not registered", at=self._registry.key, why=str(error))
                 registered, troubled = False, True
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease_s / 3):
+                async with asyncio.timeout(self.lease_s / 3):
                     await self._stopping.wait()
         if registered:
             with contextlib.suppress(Unavailable):
@@ -253,4 +254,4 @@ def registration_of(settings: Settings, role: str, pool: str = "") -> Registrati
     host = settings.server.advertise or settings.server.host
     if host in _ANY_HOST or not _split(f"{host}:1"):
         raise InvalidField("server.advertise", f"a registry needs the host others reach this one by, not {host!r}")
-    return Registration(settings.directory, role, pool)
+    return Registration(settings.directory.redis, role, pool)

@@ -15,22 +15,23 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from coppice.config.sections import RedisSettings
 from coppice.errors import Unavailable
 
+TIMEOUT_S = 1.0
+"""how long Redis may take to answer"""
 
-def connect(settings: RedisSettings) -> Redis:
+
+def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
     """Make a client that never tries again by itself: what it sends again may have arrived.
 
     Bound its calls with asyncio.timeout. redis-py bounds them with asyncio.wait_for, which on Python 3.11 loses a
     cancellation that comes when what it waits for is just done.
     """
-    encrypted = settings.redis.startswith("rediss://")
-    tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca or None, "ssl_check_hostname": True} if encrypted else {}
+    tls: dict[str, Any] = {"ssl_check_hostname": True} if url.startswith("rediss://") else {}
     return Redis.from_url(
-        settings.redis,
+        url,
         socket_timeout=None,
-        socket_connect_timeout=settings.timeout_s,
+        socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
         **tls,
     )
@@ -42,8 +43,9 @@ _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] /
 class Connection:
     """A client for one caller at a time. It is made with the first exchange and given up after any trouble."""
 
-    def __init__(self, settings: RedisSettings) -> None:
-        self._settings = settings
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: how long Redis may take to answer."""
+        self._url, self._timeout_s = url, timeout_s
         self._client: Redis | None = None
 
     @contextlib.asynccontextmanager
@@ -55,9 +57,9 @@ class Connection:
         caller's.
         """
         if self._client is None:
-            self._client = connect(self._settings)
+            self._client = connect(self._url, self._timeout_s)
         try:
-            async with asyncio.timeout(self._settings.timeout_s + more_s):
+            async with asyncio.timeout(self._timeout_s + more_s):
                 yield self._client
         except (RedisError, OSError, TimeoutError) as error:
             await self.close()

@@ -25,7 +25,7 @@ from coppice import failpoints
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
-from coppice.limits import Limits
+from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
 from coppice.rpc.directory import Registration
@@ -255,8 +255,8 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
     times its size.
     """
     return [
-        ("grpc.max_receive_message_length", limits.request_bytes if role == "orchestrator" else limits.message_bytes),
-        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_receive_message_length", REQUEST_BYTES if role == "orchestrator" else MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", most_calls(limits) // 2),  # of a connection: none fills the server
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
@@ -415,7 +415,7 @@ def run_service(
     """
     try:
         settings = load()
-        configure_logging(settings.server.log_level, settings.server.log_json)
+        configure_logging(settings.server.log_json)
         failpoints.enable(settings.server.failpoints)
         code = asyncio.run(serve(settings))
         tracing.stop()

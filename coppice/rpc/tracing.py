@@ -29,12 +29,12 @@ _EXPORT_S = 2  # longest time to send a batch, at the end of the process too
 _SPANS, _LATE_S = 1 << 17, 86400  # of a process that writes its spans to a file
 Facts = dict[str, str | int | float]
 Metadata = Sequence[tuple[str, str]]
-_step_interval = TelemetrySettings().step_interval
+STEP_INTERVAL = 8
+"""a traced request has spans of its first step and of every n-th behind it"""
 
 
 def start(settings: TelemetrySettings, service: str) -> None:
     """Export the spans of this process, if the settings say where to. Raises InvalidField without the extra `otel`."""
-    global _step_interval
     if not settings.otlp_endpoint:
         return
     try:
@@ -46,7 +46,6 @@ def start(settings: TelemetrySettings, service: str) -> None:
         from opentelemetry.trace import set_tracer_provider
     except ImportError:
         raise InvalidField("telemetry.otlp_endpoint", "needs the extra: in a checkout pip install '.[otel]'") from None
-    _step_interval = settings.step_interval
     resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
     sampler = ParentBased(TraceIdRatioBased(settings.sample))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)  # gRPC sends nothing that late
@@ -79,7 +78,7 @@ class Trace:
 
     def samples(self, step: int) -> bool:
         """Whether a step, counted from 1, gets spans: the first one and every n-th behind it."""
-        return (step - 1) % _step_interval == 0
+        return (step - 1) % STEP_INTERVAL == 0
 
     def describe(self, **facts: str | int | float) -> None:
         """Add facts to the call's span."""

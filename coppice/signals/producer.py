@@ -19,9 +19,8 @@ from typing import Any
 import structlog
 
 from coppice.backoff import Backoff
-from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
-from coppice.rpc.redis_connection import Connection
+from coppice.rpc.redis_connection import TIMEOUT_S, Connection
 from coppice.signals.records import (
     NUMBER,
     SENDER,
@@ -78,11 +77,9 @@ BOUNDS = Bounds()
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
-    def __init__(
-        self, settings: AdaptationSettings, metrics: SignalMetrics, heads: Sequence[str], bounds: Bounds = BOUNDS
-    ) -> None:
+    def __init__(self, url: str, metrics: SignalMetrics, heads: Sequence[str], bounds: Bounds = BOUNDS) -> None:
         """`heads`: those whose demand for samples is followed."""
-        self._settings, self._metrics, self._heads, self._bounds = settings, metrics, heads, bounds
+        self._metrics, self._heads, self._bounds = metrics, heads, bounds
         self._demands: dict[str, Demand] = {}
         self._lock = threading.Lock()  # of the queue
         self._entries: deque[Entry] = deque()
@@ -91,7 +88,7 @@ class Producer:
         self._name = secrets.token_hex(8).encode()
         self._sent = Counter[str]()  # entries, by key: a reader sees by their numbers what it never got
         self._refused = Counter[str]()  # entries that it refused, by key
-        self._connection = Connection(settings)
+        self._connection = Connection(url)
         self._polled_at = -math.inf
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -104,7 +101,7 @@ class Producer:
         """Send what waits, if Redis takes it within a moment, drop the rest and end."""
         self._stopping.set()
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=3 * self._settings.timeout_s)
+            await asyncio.wait([self._task], timeout=3 * TIMEOUT_S)
             self._task.cancel()
             await asyncio.wait([self._task])
         while batch := self._batch():
@@ -117,11 +114,11 @@ class Producer:
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
-        self._put("queries", queries_key(self._settings.prefix, head), query_to_fields(record))
+        self._put("queries", queries_key(head), query_to_fields(record))
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
-        self._put("samples", samples_key(self._settings.prefix, head), sample_to_fields(sample))
+        self._put("samples", samples_key(head), sample_to_fields(sample))
 
     # --- the queue ---
 
@@ -193,11 +190,11 @@ class Producer:
         now = time.monotonic()
         if now - self._polled_at < _POLL_S:
             return
-        async with self._connection.exchange(self._settings.timeout_s) as client:
+        async with self._connection.exchange(TIMEOUT_S) as client:
             pipe = client.pipeline(transaction=False)
             pipe.ping()
             for head in self._heads:
-                pipe.get(demand_key(self._settings.prefix, head))
+                pipe.get(demand_key(head))
             _, *demands = await pipe.execute()
         self._demands = dict(zip(self._heads, map(read_demand, demands), strict=True))
         self._polled_at = now
@@ -206,7 +203,7 @@ class Producer:
         """Send a batch in one round trip. It is not sent twice: when its answer is lost it counts as dropped."""
         bounds, answers = self._bounds, list[Any]()
         try:
-            async with self._connection.exchange(self._settings.timeout_s) as client:
+            async with self._connection.exchange(TIMEOUT_S) as client:
                 pipe = client.pipeline(transaction=False)
                 for entry in batch:
                     self._sent[entry.key] += 1

@@ -39,19 +39,19 @@ _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-def queries_key(prefix: str, head: str) -> str:
+def queries_key(head: str) -> str:
     """The stream of query records of a head's pool."""
-    return f"{prefix}:{head}:queries"
+    return f"coppice:{head}:queries"
 
 
-def samples_key(prefix: str, head: str) -> str:
+def samples_key(head: str) -> str:
     """The stream of training samples of a head's pool."""
-    return f"{prefix}:{head}:samples"
+    return f"coppice:{head}:samples"
 
 
-def demand_key(prefix: str, head: str) -> str:
+def demand_key(head: str) -> str:
     """The key that says what is wanted of a head's pool: a Demand, absent for nothing."""
-    return f"{prefix}:{head}:demand"
+    return f"coppice:{head}:demand"
 
 
 def read_demand(value: bytes | str | None) -> Demand:

@@ -21,9 +21,6 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
 {{- if $role.computes }}
 {{- $_ := set $own $role.computes (include "coppice.device" (list .role $values.gpu) | fromYaml) }}
 {{- end }}
-{{- if and $root.Values.tls.enabled $root.Values.redis.enabled }}
-{{- range .redis }}{{ $_ := set $own . (dict "redis_ca" "/tls/ca.crt") }}{{ end }}
-{{- end }}
 {{- $variables := include "coppice.variables" (list $own .settings $root.Values.settings $values.settings) | fromYaml }}
 {{- if and $values.tokensSecret (not $root.Values.tls.enabled) (ne (get $variables "COPPICE_TLS__TOKENS_IN_CLEAR" | lower) "true") }}
 {{- fail "orchestrator.tokensSecret: clients would send tokens without TLS; set tls.enabled, or settings.tls.tokens_in_clear where a mesh encrypts" }}

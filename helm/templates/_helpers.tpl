@@ -99,7 +99,7 @@ ranks: {{ $gpus }}
 {{- range rest . }}
 - name: COPPICE_{{ upper . }}__REDIS
   {{- if $redis.enabled }}
-  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ include "coppice.name" (first $) }}-redis:{{ $redis.port }}/0
+  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ include "coppice.name" (first $) }}-redis:{{ $redis.port }}/0{{ eq $scheme "rediss" | ternary "?ssl_ca_certs=/tls/ca.crt" "" }}
   {{- else }}
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: url}}
   {{- end }}

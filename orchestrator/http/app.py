@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import coppice
 from coppice.errors import InvalidField, NotFound, Unavailable
-from coppice.limits import check_count, check_ids
+from coppice.limits import NEW_TOKENS, check_count, check_ids
 
 from ..service import GenerationServicer
 from . import errors
@@ -94,7 +94,7 @@ def _add_answers(app: FastAPI, service: GenerationServicer, answering: Answering
         check_model(service, body.model)
         with naming_fields_of(body):
             choices = body.requests()
-            check_log_probs(choices, service.target.max_len, service.settings.orchestrator.max_new_tokens)
+            check_log_probs(choices, service.target.max_len, NEW_TOKENS)
             answer = Answer(service, body, choices)
             events = answering.events(choices, request.headers)
             if body.stream:

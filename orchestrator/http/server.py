@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings
 from coppice.errors import Cancelled, DeadlineExceeded, InvalidField, Overloaded, PermissionDenied, Unavailable
-from coppice.limits import MAX_CONTEXT, Limits
+from coppice.limits import MAX_CONTEXT, REQUEST_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.access import Access, Certificates, is_loopback
 from coppice.rpc.server import MAX_PARTS, most_calls
@@ -136,8 +136,8 @@ async def _read(receive: Receive, limits: Limits) -> Message:
         if message["type"] == "http.disconnect":
             raise Cancelled("the client left")
         body += message.get("body", b"")
-        if len(body) > limits.request_bytes:
-            raise HTTPException(413, f"a body has {limits.request_bytes} bytes at most")
+        if len(body) > REQUEST_BYTES:
+            raise HTTPException(413, f"a body has {REQUEST_BYTES} bytes at most")
         more = message.get("more_body", False)
     check_parts(body)
     return {"type": "http.request", "body": bytes(body)}

@@ -18,7 +18,6 @@ from redis.exceptions import RedisError
 
 from coppice import failpoints
 from coppice.backoff import Backoff
-from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.signals.records import (
@@ -52,14 +51,14 @@ _END = "local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1] r
 class Inbox:
     """Reads the streams of all heads, and says which samples are wanted."""
 
-    def __init__(self, settings: AdaptationSettings, readers: Sequence[HeadLoop], metrics: AdapterMetrics) -> None:
-        self._settings, self._readers, self._metrics = settings, readers, metrics
-        self._connection = Connection(settings)
+    def __init__(self, url: str, readers: Sequence[HeadLoop], metrics: AdapterMetrics) -> None:
+        self._readers, self._metrics = readers, metrics
+        self._connection = Connection(url)
         self._streams: dict[bytes, tuple[HeadLoop, Stream]] = {}  # samples first, so that a query finds its own
         for reader in readers:
-            self._streams[samples_key(settings.prefix, reader.name).encode()] = reader, "samples"
+            self._streams[samples_key(reader.name).encode()] = reader, "samples"
         for reader in readers:
-            self._streams[queries_key(settings.prefix, reader.name).encode()] = reader, "queries"
+            self._streams[queries_key(reader.name).encode()] = reader, "queries"
         self._looked_at = -math.inf
         self._refused: set[bytes] = set()  # keys, of streams and of demands
         self._malformed = Counter[bytes]()  # records, by key
@@ -90,7 +89,7 @@ class Inbox:
             return
         commands: dict[bytes, tuple[Any, ...]] = {key: ("EVAL", _END, 1, key) for key in self._streams}
         for reader in self._readers:
-            key = demand_key(self._settings.prefix, reader.name).encode()
+            key = demand_key(reader.name).encode()
             demand = reader.demand
             commands[key] = ("SET", key, demand, "EX", _DEMAND_TTL_S) if demand else ("DEL", key)
         async with self._connection.exchange() as client:

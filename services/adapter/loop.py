@@ -30,6 +30,9 @@ from .paper import Paper
 from .push import Replicas
 from .state import BadFile, State, Versions
 
+POLL_S = 1.0
+"""time between two looks at the replicas"""
+
 log = structlog.get_logger()
 
 OnThread = Callable[..., Awaitable[Any]]
@@ -130,11 +133,11 @@ class HeadLoop:
         """Train and change weights, one thing at a time."""
         while True:
             try:
-                async with asyncio.timeout(self._settings.poll_s):
+                async with asyncio.timeout(POLL_S):
                     work = await self._work.get()
                 self._doing = "syncing"
                 while not self.active():  # noqa: ASYNC110
-                    await asyncio.sleep(self._settings.poll_s)
+                    await asyncio.sleep(POLL_S)
                 await work()
                 self._save()
             except TimeoutError:
@@ -151,7 +154,7 @@ class HeadLoop:
                     await self._keep_up()
             except Exception:
                 log.exception("replicas are looked after again", head=self.name)
-            await asyncio.sleep(self._settings.poll_s)
+            await asyncio.sleep(POLL_S)
 
     def _save(self, every_s: float = 0.0) -> None:
         now = time.monotonic()

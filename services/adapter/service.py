@@ -18,7 +18,6 @@ import grpc.aio
 import structlog
 import torch
 
-from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
@@ -114,9 +113,10 @@ return 1
 _GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
 
 
-def lease_key(prefix: str) -> str:
-    """Name the hash with the active adapter's `token`, which expires a month after its lease."""
-    return f"{prefix}:adapter"
+LEASE_KEY = "coppice:adapter"
+"""the hash with the active adapter's `token`, which expires a month after its lease"""
+LEASE_S = 10.0
+"""how long after the active adapter another one takes over"""
 
 
 class LeaseLost(Exception):
@@ -126,8 +126,8 @@ class LeaseLost(Exception):
 class Lease:
     """One process's hold on the lease: `take` or `wait` for it, then `keep` it beside work that asks `held`."""
 
-    def __init__(self, settings: AdaptationSettings, lease_s: float) -> None:
-        self._connection, self._key, self._lease_s = Connection(settings), lease_key(settings.prefix), lease_s
+    def __init__(self, url: str, lease_s: float) -> None:
+        self._connection, self._lease_s = Connection(url), lease_s
         self._token = secrets.token_hex(16)
         self._until = 0.0
 
@@ -163,14 +163,14 @@ class Lease:
         """End the lease, so that another adapter may take it at once."""
         self._until = 0.0
         with contextlib.suppress(Unavailable):
-            await self._connection.run(_GIVE_BACK, self._key, self._token, _KEPT_MS)
+            await self._connection.run(_GIVE_BACK, LEASE_KEY, self._token, _KEPT_MS)
         await self._connection.close()
 
     async def _take(self, whose: str) -> bool:
         """Ask for the lease. It counts from the asking, which is before Redis counts from."""
         asked = time.monotonic()
         lease_ms = round(1000 * self._lease_s)
-        answer = await self._connection.run(_TAKE, self._key, self._token, lease_ms, _KEPT_MS, whose)
+        answer = await self._connection.run(_TAKE, LEASE_KEY, self._token, lease_ms, _KEPT_MS, whose)
         taken = bool(answer == 1)
         self._until = asked + self._lease_s if taken else 0.0
         return taken
@@ -185,7 +185,7 @@ async def _loops(
     """Load the heads; nothing is read from `home`, or written there. Raises InvalidField."""
     adapter = settings.adapter
     paths = dict(pair.split("=", 1) for pair in adapter.heads)
-    drafters = drafter_pools(adapter.drafters, settings.directory, "adapter.drafters")
+    drafters = drafter_pools(adapter.drafters, settings.directory.redis, "adapter.drafters")
     if unknown := [name for name in drafters if name not in paths]:
         raise InvalidField("adapter.drafters", f"{unknown[0]} is none of {', '.join(paths)}")
     loops = []
@@ -216,7 +216,7 @@ async def _adapt(
             group.create_task(lease.keep())
             for loop in loops:
                 await loop.start()
-            inbox = Inbox(settings.adaptation, loops, metrics)
+            inbox = Inbox(settings.adaptation.redis, loops, metrics)
             with contextlib.suppress(Unavailable):
                 await inbox.look()  # what comes from now on will be read
             group.create_task(inbox.run())
@@ -230,20 +230,20 @@ async def _adapt(
         await lease.give_back()
 
 
-def _yielding(settings: AdapterSettings) -> None:
+def _yielding() -> None:
     """Make the calling thread, and those that torch starts from it, give way to everything else on the machine."""
     os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
 
 
 async def serve(settings: Settings) -> int:
     """Load the heads and adapt them, or stand by, until told to stop; returns the exit code."""
-    thread = ThreadPoolExecutor(1, "learner", _yielding, (settings.adapter,))
+    thread = ThreadPoolExecutor(1, "learner", _yielding)
 
     async def on_thread(work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
 
-    metrics, lease = AdapterMetrics(), Lease(settings.adaptation, settings.adapter.lease_s)
+    metrics, lease = AdapterMetrics(), Lease(settings.adaptation.redis, LEASE_S)
     metrics.active.set_function(lease.held)
     with contextlib.ExitStack() as stack:
         home = settings.adapter.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-adapter-"))

@@ -118,11 +118,9 @@ class DrafterServicer:
         limits: Limits,
         waits: StreamWaits,
         verifiers: Verifiers,
-        ahead: bool = True,
     ) -> None:
-        """workers: of the heads, by their pools' names. ahead: whether drafts are begun before they are asked for."""
+        """workers: of the heads, by their pools' names."""
         self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
-        self._ahead = ahead
         self._syncs = {name: WeightSync(worker, waits) for name, worker in workers.items()}
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -153,7 +151,7 @@ class DrafterServicer:
         session = worker.admit_session()
         following = Following(worker, session, self._verifiers)
         try:
-            worker.open(session, await following.open(opening, self._ahead and not opening.want_misses))
+            worker.open(session, await following.open(opening, not opening.want_misses))
             while not session.finished:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
@@ -250,7 +248,7 @@ class Drafters:
         settings = next(iter(each.values()))
         metrics = SessionMetrics("drafter", registry)
         self.registry = metrics.registry
-        self._producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), list(each))
+        self._producer = Producer(settings.adaptation.redis, SignalMetrics(metrics.registry), list(each))
         self._sends = bool(settings.adaptation.redis)
         self.workers = {
             name: Worker(
@@ -262,10 +260,9 @@ class Drafters:
             for name, own in each.items()
         }
         allowed = settings.drafter.verifiers
-        known = directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
+        known = directory(allowed, "verifier", "", settings.directory.redis, "drafter.verifiers") if allowed else None
         self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), known, verifier)
-        ahead = settings.drafter.ahead
-        self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers, ahead)
+        self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers)
 
     async def start(self) -> None:
         """Load the heads. Raises what a head's builder raises."""

@@ -16,6 +16,7 @@ from coppice.limits import CHUNK_BYTES
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import Commit
 
+FEATURE_WINDOW = 4096  # positions whose features a session keeps for followers
 MOST_UNREAD = 32  # commits that wait for a follower; then its stream ends, and it may follow again
 
 

@@ -25,7 +25,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
-from .features import Committed, Feed
+from .features import FEATURE_WINDOW, Committed, Feed
 from .generation_config import repetition_penalty
 from .prefix import PrefixCache
 from .ranks import Ranks, check_devices, load
@@ -165,7 +165,7 @@ class Worker(BatchingThread):
             raise Unavailable(str(error)) from None
         try:
             request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
-            session = Session(key, request, prefix, self.settings.feature_window, self.engine.info.vocab_size)
+            session = Session(key, request, prefix, FEATURE_WINDOW, self.engine.info.vocab_size)
         except BaseException:
             self._cache.close(prefix)
             raise

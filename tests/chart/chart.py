@@ -29,7 +29,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "target": {"hub": ""},
             "models": {"claim": "models"},
             "settings": {
-                "server": {"log_level": "warning", "grace_s": 30},
+                "server": {"log_json": False, "grace_s": 30},
                 "telemetry": {"otlp_endpoint": "http://outside:4317"},
             },
             "drafters": [{"name": "mine", "kind": "specblock", "path": "/models/mine", "adapt": True}],

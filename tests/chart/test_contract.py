@@ -52,7 +52,7 @@ def settings_of(container: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> S
         monkeypatch.delenv(name)
     with monkeypatch.context() as patch:
         for name, value in environment(container).items():
-            patch.setenv(name, __file__ if name.endswith("__REDIS_CA") else value)  # has to be there
+            patch.setenv(name, value)
         return load_settings([])
 
 
@@ -159,7 +159,7 @@ def test_redis_is_asked_by_tls_where_there_are_certificates(name: str) -> None:
             assert told[variable].startswith("rediss://")
             host = told[variable].rpartition("@")[2].partition(":")[0]
             assert host.startswith("rediss") or host in certificates[host]["spec"]["dnsNames"]
-            assert told.get(f"{variable}_CA") == (None if name == "given" else "/tls/ca.crt")
+            assert told[variable].endswith("?ssl_ca_certs=/tls/ca.crt") == (name != "given")
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -193,18 +193,18 @@ def test_what_is_scaled_has_no_number_of_replicas(name: str) -> None:
 
 def test_zero_and_false_are_kept() -> None:
     values = {
-        "settings": {"verifier": {"feature_window": 7, "threads": 3}, "server": {"log_json": True, "grace_s": 0}},
+        "settings": {"verifier": {"prefix_cache": 0.5, "threads": 3}, "server": {"log_json": True, "grace_s": 0}},
         "defaults": {"replicas": 2, "gpu": 1},
         "verifier": {
             "replicas": 0,
             "gpu": 0,
-            "settings": {"verifier": {"feature_window": 0}, "server": {"log_json": False}},
+            "settings": {"verifier": {"prefix_cache": 0}, "server": {"log_json": False}},
         },
         "drafters": [
             {
                 "name": "a",
                 "kind": "lookup",
-                "settings": {"drafter": {"chain": False}, "tls": {"operators": ["ann", "bob"]}},
+                "settings": {"tls": {"require": False}, "orchestrator": {"hosts": ["ann", "bob"]}},
             }
         ],
     }
@@ -212,14 +212,14 @@ def test_zero_and_false_are_kept() -> None:
     verifier, drafter = (found[f"coppice-{name}"]["spec"] for name in ("verifier", "drafter-a"))
     assert (verifier["replicas"], drafter["replicas"]) == (0, 2)
     told = environment(verifier["template"]["spec"]["containers"][0])
-    assert told["COPPICE_VERIFIER__FEATURE_WINDOW"] == "0"
+    assert told["COPPICE_VERIFIER__PREFIX_CACHE"] == "0"
     assert told["COPPICE_VERIFIER__THREADS"] == "3"
     assert told["COPPICE_SERVER__LOG_JSON"] == "false"
     assert told["COPPICE_SERVER__GRACE_S"] == "0"
     assert told["COPPICE_VERIFIER__DEVICE"] == "cpu"
     told = environment(drafter["template"]["spec"]["containers"][0])
-    assert told["COPPICE_DRAFTER__CHAIN"] == "false"
-    assert told["COPPICE_TLS__OPERATORS"] == '["ann","bob"]'
+    assert told["COPPICE_TLS__REQUIRE"] == "false"
+    assert told["COPPICE_ORCHESTRATOR__HOSTS"] == '["ann","bob"]'
     assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
 
 
@@ -303,9 +303,9 @@ def test_the_chart_knows_no_other_kinds() -> None:
 
 
 def test_large_numbers_stay_whole() -> None:
-    values = {"settings": {"adaptation": {"timeout_s": 1 << 40}, "tls": {}}}
+    values = {"settings": {"limits": {"idle_s": 1 << 40}, "tls": {}}}
     (told,) = {
-        environment(pod["spec"]["containers"][0])["COPPICE_ADAPTATION__TIMEOUT_S"]
+        environment(pod["spec"]["containers"][0])["COPPICE_LIMITS__IDLE_S"]
         for pod in services(objects_in(manifests(values))).values()
     }
     assert told == str(1 << 40)

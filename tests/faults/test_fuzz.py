@@ -80,10 +80,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         drafter_threads=1,
         adapt=True,
         extra={
-            "adapter": {"adapter.poll_s": 1e6},
             "orchestrator": {
                 "orchestrator.draft_deadline_ms": 500,
-                "orchestrator.max_new_tokens": 4,
                 "limits.max_new_tokens": 16,
             },
         },

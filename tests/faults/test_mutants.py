@@ -155,7 +155,7 @@ def rigged(folder: Path) -> Iterator[Rig]:
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(VOCAB) for _ in range(50)) for _ in range(PROMPTS)]
     logged = structlog.get_config()
-    configure_logging("info", as_json=False)  # as a service does; otherwise a traceback takes seconds
+    configure_logging(as_json=False)  # as a service does; otherwise a traceback takes seconds
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.setattr(Replica, "cool_down", lambda self: True)  # a session that is lost on purpose says nothing
         opened = pipeline(target, {"self": target, "other": other})

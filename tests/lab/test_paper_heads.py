@@ -145,10 +145,10 @@ SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec, 
     ("kind", "shape", "told"),
     [
         ("medusa", {}, {"top_k": 4}),
-        ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10, "alpha": 1.6, "beta": 0.7}),
+        ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10}),
         ("parallelspec", {}, {"top_k": 4}),
-        ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3, "alpha": 1.6}),
-        ("falcon", {}, {"alpha": 1.6, "beta": 0.7}),
+        ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3}),
+        ("falcon", {}, {}),
     ],
 )
 def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(

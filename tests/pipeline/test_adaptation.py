@@ -40,7 +40,6 @@ PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 200
 
 @pytest.fixture(scope="module")
 def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    signals = {"adaptation.timeout_s": 0.5}
     deadline = {"orchestrator.draft_deadline_ms": 20_000}
     folder = tmp_path_factory.mktemp("adapter")
     spec = StackSpec(
@@ -52,9 +51,8 @@ def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPat
         adapt=True,
         http_port=0,
         extra={
-            "adapter": {**QUICK, **signals, "adapter.folder": folder},
-            "orchestrator": signals | deadline,
-            "drafter": signals,
+            "adapter": {**QUICK, "adapter.folder": folder},
+            "orchestrator": deadline,
         },
     )
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:

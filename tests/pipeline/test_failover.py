@@ -37,7 +37,7 @@ def registry() -> Iterator[LocalRedis]:
 @pytest.fixture(scope="module")
 def found(target: Path, registry: LocalRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two verifiers, two drafters and two orchestrators that know a registry and no address."""
-    at = {"directory.redis": registry.url, "directory.poll_s": 0.5}
+    at = {"directory.redis": registry.url}
     found_there = {"orchestrator.verifiers": "redis", "orchestrator.heads": "self=redis"}
     spec = StackSpec(
         target=target,

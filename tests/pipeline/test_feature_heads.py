@@ -62,7 +62,6 @@ def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPat
         verifier_threads=1,
         drafter_threads=1,
         extra={
-            "verifier": {"verifier.feature_window": WINDOW},
             "orchestrator": {"orchestrator.draft_deadline_ms": 500},
         },
     )
@@ -134,7 +133,6 @@ def drafted(chunk: Chunk) -> bool:
 def test_a_drafter_that_stands_still_is_left_and_drafts_again_in_the_same_text(
     stack: Stack, client: Client, reference: Reference, name: str
 ) -> None:
-    """When its stream is opened again, all but the last 24 of some hundred positions' features are gone."""
     pid = stack.services[f"drafter-{name}"].pid
     ids: list[int] = []
     phase, until = "before", 20

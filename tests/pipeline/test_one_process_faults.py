@@ -68,12 +68,7 @@ def stack(
     """Two verifiers with two heads each, an orchestrator and an adapter."""
     packages = tmp_path_factory.mktemp("packages")
     install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
-    at = {
-        "directory.redis": registry.url,
-        "directory.poll_s": 0.3,
-        "directory.lease_s": 20,
-        "adaptation.redis": registry.url,
-    }
+    at = {"directory.redis": registry.url, "adaptation.redis": registry.url}
     found = {
         "verifier": {},
         "orchestrator": {
@@ -99,6 +94,7 @@ def stack(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(packages)
+        patch.setenv("TEST_CONSTANTS", "coppice.rpc.directory.LEASE_S=20")
         patch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
         with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
             yield running
@@ -196,7 +192,7 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
     stack: Stack, registry: LocalRedis, client: Client, reference: Reference, name: str
 ) -> None:
     def listed() -> list[bool]:
-        keys = [registry_key("coppice", "verifier", ""), *(registry_key("coppice", "drafter", head) for head in HEADS)]
+        keys = [registry_key("verifier", ""), *(registry_key("drafter", head) for head in HEADS)]
         return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
 
     assert eventually(lambda: fit(stack) == [2, 2, 2], 10)

@@ -47,7 +47,7 @@ def stack(
     target: Path, heads: dict[str, Path], redis: LocalRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     """Both heads; drafts are waited for, so that none is superseded."""
-    told = {"adaptation.redis": redis.url, "adaptation.timeout_s": 0.5}
+    told = {"adaptation.redis": redis.url}
     spec = StackSpec(
         target=target,
         heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
@@ -78,7 +78,7 @@ def demand(store: Redis, stack: Stack, client: Client, wanted: Demand) -> None:
     """Ask both heads for samples, and wait until they send them."""
     before, asked = {head: len(queries(store, head)) for head in KINDS}, Counter[str]()
     for head in KINDS:
-        store.set(demand_key("coppice", head), wanted)
+        store.set(demand_key(head), wanted)
 
     def heard(head: str) -> bool:
         asked[head] += 1
@@ -181,7 +181,7 @@ def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_coun
                 redis.stop()
                 redis.start()
                 for head in KINDS:
-                    store.set(demand_key("coppice", head), "misses")
+                    store.set(demand_key(head), "misses")
             else:
                 store.flushall()
     assert phase == 3

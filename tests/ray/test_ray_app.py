@@ -58,7 +58,7 @@ def cluster(target: Path, address: str, tmp_path_factory: pytest.TempPathFactory
             "target": str(target),
             "settings": {
                 "server": {"host": "127.0.0.1", "grace_s": 20},
-                "directory": {"redis": redis.url, "poll_s": 0.5},
+                "directory": {"redis": redis.url},
                 "verifier": {"threads": 1},
                 "drafter": {"threads": 1},
                 # The machine that runs tests may be busy: no head is to be benched for that.

@@ -59,6 +59,7 @@ HEAD = "block"
 KILLS = 20 if os.environ.get("COPPICE_PROOF") else 2
 LENGTH = 24
 PAPER, ALWAYS = ("adapter.policy", "full-only"), ("adapter.policy", "always")
+QUICK = {"TEST_CONSTANTS": "services.adapter.loop.POLL_S=0.2 services.adapter.service.LEASE_S=1"}
 StartService = Callable[..., Service]
 Claim = Callable[[HeadStatus], bool]
 Feed = Callable[[HeadStatus], None]
@@ -112,19 +113,16 @@ class Bench:
         """Quick to learn and to look; later flags win."""
         options = {
             "adaptation.redis": self.redis.url,
-            "adaptation.timeout_s": "0.5",
             "adapter.target": str(self._target),
             "adapter.heads": f"{HEAD}={self._head}",
             "adapter.folder": str(self._folder),
             "adapter.interval": "2",
-            "adapter.poll_s": "0.2",
-            "adapter.lease_s": "1",
             "adapter.cpu_share": "1",
         } | dict(zip(flags[::2], flags[1::2], strict=True))
         pairs = [(f"--{name}", value) for name, value in options.items()]
         if "adapter.drafters" not in options:
             pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
-        return self._start("services.adapter", *itertools.chain(*pairs))
+        return self._start("services.adapter", *itertools.chain(*pairs), variables=QUICK)
 
     @property
     def state_file(self) -> Path:
@@ -139,8 +137,8 @@ class Bench:
         """One query that ended, and a text of it before it."""
         session, store = f"q{next(numbers)}", self.store
         for _ in range(samples):
-            store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(self.text(session, learnable))))
-        store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record(session, version, **facts))))
+            store.xadd(samples_key(HEAD), as_entry(sample_to_fields(self.text(session, learnable))))
+        store.xadd(queries_key(HEAD), as_entry(query_to_fields(record(session, version, **facts))))
 
     def text(self, session: str, learnable: bool = True) -> Sample:
         """A text of a few tokens that follow each other, or of any tokens by chance."""
@@ -234,7 +232,7 @@ def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven_and_c
     late.stop()
     adapter = bench.adapter()
     assert {one.reachable for one in bench.until(adapter, lambda status: True).replicas} == {True, False}
-    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"texts")
+    assert eventually(lambda: bench.store.get(demand_key(HEAD)) == b"texts")
     status = bench.until(adapter, lambda now: bool(now.changes), bench.ask)
     assert status.changes[0].what in ("head", "full")
     assert {point.action for point in status.history} == {"skip", status.changes[0].what}
@@ -279,7 +277,7 @@ def test_accepted_length_that_falls_over_three_windows_brings_the_good_weights_b
 ) -> None:
     bench.drafter()
     adapter = bench.adapter(*PAPER)
-    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"misses")
+    assert eventually(lambda: bench.store.get(demand_key(HEAD)) == b"misses")
     status = bench.until(adapter, lambda now: now.version == 1, lambda now: bench.query(tau=4.0))
     assert status.weights_hash != first.hash
     taus = (3.0 - 0.01 * number for number in itertools.count())
@@ -343,7 +341,7 @@ def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> N
         bench.query(version=status.version)
     paused = bench.until(adapter, lambda now: now.queries == status.queries + 5)
     assert (paused.version, paused.events) == (status.version, status.events)
-    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) is None)
+    assert eventually(lambda: bench.store.get(demand_key(HEAD)) is None)
     done = command("rollback", "--version", "0")
     assert (done.returncode, done.stdout) == (0, f"version {status.version + 1} is in use\n")
     assert bench.live()[0].weights_hash == first.hash
@@ -372,7 +370,7 @@ def test_a_stranger_is_told_what_is_wrong(bench: Bench) -> None:
         with pytest.raises(InvalidField, match="history"):
             client.status(history=10**6)
     store = bench.store
-    for stream in (queries_key("coppice", HEAD), samples_key("coppice", HEAD)):
+    for stream in (queries_key(HEAD), samples_key(HEAD)):
         store.xadd(stream, {"meta": "{}"})
         store.xadd(stream, {"meta": b"\xff", "by": b"x" * 10, "n": b"1"})
     counted = lambda: sum(metric(adapter, "coppice_adapter_records_malformed_total").values())  # noqa: E731
@@ -396,7 +394,7 @@ def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> No
     lost = lambda: metric(adapter, "coppice_adapter_records_lost_total").get('{stream="queries"}', 0.0)  # noqa: E731
     for number in (1, 10):
         fields = query_to_fields(record(f"n{number}", version)) | {b"by": b"sender", b"n": str(number).encode()}
-        bench.store.xadd(queries_key("coppice", HEAD), as_entry(fields))
+        bench.store.xadd(queries_key(HEAD), as_entry(fields))
     assert eventually(lambda: lost() == 8)
     assert adapter.stop() == 0
 
@@ -534,8 +532,8 @@ def large(weights: Weights) -> Weights:
 
 
 def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:
-    registry = ("--directory.redis", bench.redis.url, "--directory.lease_s", "0.6")
-    following = ("adapter.drafters", f"{HEAD}=redis", "directory.redis", bench.redis.url, "directory.poll_s", "0.2")
+    registry = ("--directory.redis", bench.redis.url)
+    following = ("adapter.drafters", f"{HEAD}=redis", "directory.redis", bench.redis.url)
     bench.drafter(0, *registry)
     flags = (*following, *ALWAYS)
     active, other = bench.adapter(*flags), bench.adapter(*flags)

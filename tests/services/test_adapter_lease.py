@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coppice.config.adaptation import AdaptationSettings
 from coppice.stack.redis_server import LocalRedis
-from services.adapter.service import Lease, LeaseLost, lease_key
+from services.adapter.service import LEASE_KEY, Lease, LeaseLost
 from tests.services.test_signal_stream import client_of, redis
 from tests.signals import eventually
 
@@ -23,7 +22,7 @@ LATE_S = LEASE_S / 5 + 0.6
 
 
 def lease_of(redis: LocalRedis) -> Lease:
-    return Lease(AdaptationSettings(redis=redis.url, timeout_s=1.0), LEASE_S)
+    return Lease(redis.url, LEASE_S)
 
 
 @asynccontextmanager
@@ -86,7 +85,7 @@ async def test_a_holder_goes_on_after_redis_was_away_unless_somebody_else_had_it
         redis.stop()
         assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
         redis.start()
-        client_of(redis).hset(lease_key("coppice"), mapping={"token": "another's"})
+        client_of(redis).hset(LEASE_KEY, mapping={"token": "another's"})
         await asyncio.wait([keeping], timeout=LATE_S)
         with pytest.raises(LeaseLost):
             keeping.result()

@@ -58,7 +58,7 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
         shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
         pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
         head.row_inputs = RowInputs(pool, head.row_inputs.embedding.to(DEVICE), config.group, len(shapes))
-        head.ranking = Ranking(head.ranking.target_ids.to(DEVICE), head.settings.alpha, head.settings.beta)
+        head.ranking = Ranking(head.ranking.target_ids.to(DEVICE))
         head.timed = Timed(DEVICE)
     return head
 

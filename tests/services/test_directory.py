@@ -36,9 +36,11 @@ WITHIN_S = 5.0
 """in which an addition or a loss is to be noticed"""
 
 
-def told(url: str = "", **more: Any) -> DirectorySettings:
-    """A tenth of the usual times."""
-    return DirectorySettings(redis=url, **({"lease_s": 0.6, "poll_s": 0.1, "timeout_s": 0.3} | more))
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the usual ones."""
+    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 0.6)
+    monkeypatch.setattr("coppice.rpc.directory.POLL_S", 0.1)
 
 
 class Watcher:
@@ -65,10 +67,10 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(
-    places: Sequence[str], settings: DirectorySettings, role: str = "drafter", pool: str = "block"
+    places: Sequence[str], url: str, role: str = "drafter", pool: str = "block"
 ) -> AsyncIterator[Watcher]:
     watcher = Watcher()
-    task = asyncio.create_task(directory(places, role, pool, settings, "pool").run(watcher.changed))
+    task = asyncio.create_task(directory(places, role, pool, url, "pool").run(watcher.changed))
     yield watcher
     assert not task.done()
     task.cancel()
@@ -77,10 +79,11 @@ async def watching(
 
 @asynccontextmanager
 async def registered(
-    settings: DirectorySettings, *addresses: str, role: str = "drafter", pool: str = "block"
+    url: str, *addresses: str, role: str = "drafter", pool: str = "block", lease_s: float = 0.0
 ) -> AsyncIterator[list[Registration]]:
-    made = [Registration(settings, role, pool) for _ in addresses]
+    made = [Registration(url, role, pool) for _ in addresses]
     for registration, address in zip(made, addresses, strict=True):
+        registration.lease_s = lease_s or registration.lease_s
         registration.start(address)
     yield made
     for registration in made:
@@ -95,14 +98,13 @@ async def crash(registration: Registration) -> None:
 
 
 async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_crash(redis: LocalRedis) -> None:
-    settings = told(redis.url)
     async with AsyncExitStack() as stack:
-        seen = await stack.enter_async_context(watching(["redis"], settings))
-        (_, second) = await stack.enter_async_context(registered(settings, "a:1", "b:2"))
-        await stack.enter_async_context(registered(settings, "d:4", pool="other"))
-        await stack.enter_async_context(registered(settings, "e:5", role="verifier"))
+        seen = await stack.enter_async_context(watching(["redis"], redis.url))
+        (_, second) = await stack.enter_async_context(registered(redis.url, "a:1", "b:2"))
+        await stack.enter_async_context(registered(redis.url, "d:4", pool="other"))
+        await stack.enter_async_context(registered(redis.url, "e:5", role="verifier"))
         await seen.until("a:1", "b:2")
-        (third,) = await stack.enter_async_context(registered(settings, "c:3"))
+        (third,) = await stack.enter_async_context(registered(redis.url, "c:3"))
         await seen.until("a:1", "b:2", "c:3")
         await third.stop()
         await seen.until("a:1", "b:2")
@@ -111,12 +113,11 @@ async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_c
 
 
 async def test_a_registry_that_is_away_takes_nothing_away_and_comes_back(redis: LocalRedis) -> None:
-    settings = told(redis.url)
-    async with watching(["c:3", "redis"], settings) as seen, registered(settings, "a:1", "b:2") as (first, second):
+    async with watching(["c:3", "redis"], redis.url) as seen, registered(redis.url, "a:1", "b:2") as (first, second):
         await seen.until("a:1", "b:2", "c:3")
         known = len(seen.lists)
         redis.stop()
-        async with registered(settings, "d:4") as (fourth,):
+        async with registered(redis.url, "d:4") as (fourth,):
             await asyncio.sleep(0.8)
             redis.start()
             await seen.until("a:1", "b:2", "c:3", "d:4")
@@ -135,13 +136,15 @@ async def test_a_registry_that_is_away_takes_nothing_away_and_comes_back(redis: 
         assert seen.lists[-1] == ("b:2", "c:3")
 
 
-async def test_a_flush_takes_nothing_away_however_soon_some_are_back(redis: LocalRedis) -> None:
-    fast, slow = told(redis.url, lease_s=0.2), told(redis.url, lease_s=3.0)  # renewed three times in a lease
-    async with watching(["redis"], slow) as seen, registered(fast, "a:1"):
-        async with registered(slow, "b:2"):
+async def test_a_flush_takes_nothing_away_however_soon_some_are_back(
+    redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 3.0)
+    async with watching(["redis"], redis.url) as seen, registered(redis.url, "a:1", lease_s=0.2):
+        async with registered(redis.url, "b:2"):
             await seen.until("a:1", "b:2")
             known = len(seen.lists)
-            client, key = client_of(redis), registry_key(fast.prefix, "drafter", "block")
+            client, key = client_of(redis), registry_key("drafter", "block")
             client.flushall()
             assert await asyncio.to_thread(eventually, lambda: client.zscore(key, "a:1") is not None)
             assert client.zscore(key, "b:2") is None
@@ -151,10 +154,9 @@ async def test_a_flush_takes_nothing_away_however_soon_some_are_back(redis: Loca
 
 
 async def test_what_is_no_address_is_not_told(redis: LocalRedis) -> None:
-    settings = told(redis.url)
-    key = registry_key(settings.prefix, "drafter", "block")
+    key = registry_key("drafter", "block")
     client_of(redis).zadd(key, {"a:1": "+inf", "unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"})
-    async with watching(["redis"], settings) as seen:
+    async with watching(["redis"], redis.url) as seen:
         await seen.until("a:1")
 
 
@@ -177,7 +179,7 @@ class Names:
 async def test_names_are_looked_up_again_and_again() -> None:
     names = Names()
     asyncio.get_running_loop().getaddrinfo = names.getaddrinfo  # type: ignore[method-assign]
-    async with watching(["dns:pods:70", "dns:six:80", "a:1"], told()) as seen:
+    async with watching(["dns:pods:70", "dns:six:80", "a:1"], "") as seen:
         await seen.until("a:1")
         names.hosts["pods"] = ["10.0.0.2", "10.0.0.1", "fd00::1"]  # a replica has one address of each family
         await seen.until("10.0.0.1:70", "10.0.0.2:70", "a:1")
@@ -194,7 +196,7 @@ async def test_names_are_looked_up_again_and_again() -> None:
 
 
 async def test_a_name_of_this_machine_is_looked_up() -> None:
-    async with watching(["dns:localhost:70"], told()) as seen:
+    async with watching(["dns:localhost:70"], "") as seen:
         await seen.until("127.0.0.1:70")
 
 
@@ -214,43 +216,41 @@ async def test_a_name_of_this_machine_is_looked_up() -> None:
 )
 def test_a_bad_place_names_its_setting(place: str, why: str) -> None:
     with pytest.raises(InvalidField, match=r"^drafter\.verifiers: ") as error:
-        directory(["a:1", place], "verifier", "", told(), "drafter.verifiers")
+        directory(["a:1", place], "verifier", "", "", "drafter.verifiers")
     assert why in str(error.value)
 
 
 def test_no_place_names_its_setting() -> None:
     with pytest.raises(InvalidField, match=r"^adapter\.drafters: names none"):
-        directory([], "drafter", "block", told(), "adapter.drafters")
+        directory([], "drafter", "block", "", "adapter.drafters")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no host"])
 async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
-    settings = Settings(server=ServerSettings(host=host), directory=told("redis://127.0.0.1:1"))
+    settings = Settings(server=ServerSettings(host=host), directory=DirectorySettings(redis="redis://127.0.0.1:1"))
     with pytest.raises(InvalidField, match=r"^server\.advertise: "):
         registration_of(settings, "verifier")
-    assert registration_of(settings.model_copy(update={"directory": told()}), "verifier") is None
+    assert registration_of(settings.model_copy(update={"directory": DirectorySettings()}), "verifier") is None
     advertised = settings.server.model_copy(update={"advertise": "10.0.0.1"})
     assert registration_of(settings.model_copy(update={"server": advertised}), "verifier") is not None
 
 
 async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:
-    settings = told(redis.url, poll_s=0.2)
-    source = Verifiers(Dialer(), directory(["redis"], "verifier", "", settings, "drafter.verifiers"))
+    source = Verifiers(Dialer(), directory(["redis"], "verifier", "", redis.url, "drafter.verifiers"))
     following = asyncio.create_task(source.run())
     ref = FeatureRef("127.0.0.1:1", "s", 0, 1)
     with pytest.raises(InvalidField, match=r"is not one of drafter\.verifiers"):
         await source.follow(ref)
     followed = asyncio.create_task(source.follow(ref))
-    async with registered(settings, ref.verifier, role="verifier", pool=""):  # a moment after an orchestrator knew
+    async with registered(redis.url, ref.verifier, role="verifier", pool=""):  # a moment after an orchestrator knew
         (await followed).cancel()
     following.cancel()
     await asyncio.wait([following])
 
 
 async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: LocalRedis) -> None:
-    settings = told(redis.url)
-    key = registry_key(settings.prefix, "drafter", "block")
-    registration = Registration(settings, "drafter", "block")
+    key = registry_key("drafter", "block")
+    registration = Registration(redis.url, "drafter", "block")
     serving = Serving(ServerSettings(), Limits(), "drafter", registration=registration)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], Mute())
     client = client_of(redis)
@@ -304,7 +304,7 @@ class Mute:
 
 
 async def test_a_cancellation_is_never_lost_wherever_a_call_of_redis_is(redis: LocalRedis) -> None:
-    store = Connection(told(redis.url))
+    store = Connection(redis.url)
     lost = []
     for turns in range(40):
         await store.run("return 1", "key")  # connected

@@ -59,11 +59,11 @@ class Talk:
 
 
 @asynccontextmanager
-async def talking(verifier: Service, truth: list[int], ahead: bool = True) -> AsyncIterator[Talk]:
+async def talking(verifier: Service, truth: list[int]) -> AsyncIterator[Talk]:
     """A drafter that was asked for a first tree already."""
     head = Recorder(truth=truth)
     async with (
-        drafter_of(head, ahead=ahead) as drafter,
+        drafter_of(head) as drafter,
         test_verifier.connected(verifier) as there,
         test_drafter.connected(drafter) as here,
     ):
@@ -105,15 +105,6 @@ async def test_a_head_that_is_not_asked_drafts_no_further_and_has_the_features_w
         await talk.ask(at)
         assert talk.drafted()[-1] == talk.now()
         talk.head.seen[0].check(model, talk.head.seen[0].features[0].start)  # type: ignore[union-attr]
-
-
-async def test_without_the_setting_nothing_is_drafted_unasked(verifier: Service, truth: list[int]) -> None:
-    async with talking(verifier, truth, ahead=False) as talk:
-        at = await talk.verify([])
-        await asyncio.sleep(0.2)
-        assert len(talk.head.jobs) == 1
-        await talk.ask(at)
-        assert talk.drafted()[-1] == talk.now()
 
 
 def commit_of(ids: list[int], root: int, start: int = len(IDS), **changes: Any) -> Commit:

@@ -15,9 +15,6 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from coppice.config.adaptation import AdaptationSettings
-from coppice.config.settings import load_settings
-from coppice.errors import InvalidField
 from coppice.rpc.redis_connection import connect
 from coppice.signals.producer import Producer
 from coppice.stack.redis_server import find_server
@@ -82,11 +79,10 @@ def redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     running.stop()
 
 
-def told(running: StrictRedis, user: str, **more: Any) -> AdaptationSettings:
-    settings: dict[str, Any] = {"redis": running.url(user), "timeout_s": 1.0}
-    if running.scheme == "rediss":
-        settings["redis_ca"] = running.authority.tls().ca
-    return AdaptationSettings.model_validate(settings | more)
+def told(running: StrictRedis, user: str, **more: Any) -> str:
+    """The URL for a user, which names our authority where Redis speaks TLS."""
+    authority = f"?ssl_ca_certs={running.authority.tls().ca}" if running.scheme == "rediss" else ""
+    return running.url(user, **more) + authority
 
 
 async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis) -> None:
@@ -139,15 +135,15 @@ def test_nobody_may_do_more(redis: StrictRedis, user: str, command: tuple[str, .
 
 @pytest.mark.parametrize("spoiled", ["password", "authority", "host"])
 async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: StrictRedis, spoiled: str) -> None:
-    changes: dict[str, dict[str, object]] = {
-        "password": {"redis": redis.url("coppice-sender", "wrong")},
-        "authority": {"redis_ca": ""},  # the system's do not know ours
-        "host": {"redis": redis.url("coppice-sender", host="localhost")},  # its certificate says 127.0.0.1
+    urls = {
+        "password": told(redis, "coppice-sender", password="wrong"),
+        "authority": redis.url("coppice-sender"),  # the system's do not know ours
+        "host": told(redis, "coppice-sender", host="localhost"),  # its certificate says 127.0.0.1
     }
     if redis.scheme == "redis" and spoiled != "password":
         pytest.skip("requires TLS")
     registry = CollectorRegistry()
-    producer = Producer(told(redis, "coppice-sender", **changes[spoiled]), SignalMetrics(registry), ["a"])
+    producer = Producer(urls[spoiled], SignalMetrics(registry), ["a"])
     producer.start()
     producer.query("a", RECORD)
     await asyncio.sleep(0.3)
@@ -155,11 +151,3 @@ async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: Str
     await producer.stop()
     assert counts(registry).sent == 0
     assert counts(registry).settled
-
-
-def test_an_authority_without_a_use_or_a_file_is_an_error(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing.pem")
-    with pytest.raises(InvalidField, match=r"adaptation\.redis_ca: .*is of use with a rediss:// URL only"):
-        load_settings(["--adaptation.redis", "redis://127.0.0.1:1", "--adaptation.redis_ca", missing])
-    with pytest.raises(InvalidField, match=r"adaptation\.redis_ca: .*no such file"):
-        load_settings(["--adaptation.redis", "rediss://127.0.0.1:1", "--adaptation.redis_ca", missing])

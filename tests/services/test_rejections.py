@@ -60,7 +60,7 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
             assert counts(off.metrics).produced == 0
             client = Redis.from_url(redis.url)
             for name in ("reader", "other"):
-                client.set(demand_key("coppice", name), "misses")
+                client.set(demand_key(name), "misses")
             on = await asyncio.to_thread(start_service, "orchestrator", *flags, "--adaptation.redis", redis.url)
             await asyncio.sleep(0.5)  # it has heard what is wanted
             assert list(await generate(on, "single:reader")) == truth[len(IDS) :][:NEW]

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from structlog.testing import capture_logs
 
-from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.signals.producer import BOUNDS, Bounds, Producer
@@ -43,10 +42,9 @@ def redis() -> Iterator[LocalRedis]:
 class Line:
     """A producer and what it counted."""
 
-    def __init__(self, url: str, bounds: Bounds = BOUNDS, **more: Any) -> None:
+    def __init__(self, url: str, bounds: Bounds = BOUNDS) -> None:
         self.registry = CollectorRegistry()
-        settings = AdaptationSettings(redis=url, **({"timeout_s": 0.3} | more))
-        self.producer = Producer(settings, SignalMetrics(self.registry), ["a"], bounds)
+        self.producer = Producer(url, SignalMetrics(self.registry), ["a"], bounds)
 
     @property
     def counts(self) -> Counts:
@@ -63,9 +61,9 @@ class Line:
 
 
 @asynccontextmanager
-async def line_to(url: str, bounds: Bounds = BOUNDS, **more: Any) -> AsyncIterator[Line]:
+async def line_to(url: str, bounds: Bounds = BOUNDS) -> AsyncIterator[Line]:
     """A started producer; in the end each of its records was sent or dropped."""
-    line = Line(url, bounds, **more)
+    line = Line(url, bounds)
     line.producer.start()
     try:
         yield line
@@ -208,11 +206,11 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
 
     async with line_to(redis.url) as line:
         assert line.producer.demand_for("a") == ""
-        client.set(demand_key("coppice", "b"), "texts")
-        client.set(demand_key("coppice", "a"), "misses", px=1500)
+        client.set(demand_key("b"), "texts")
+        client.set(demand_key("a"), "misses", px=1500)
         await until("misses")
         await until("")  # it ran out
-        client.set(demand_key("coppice", "a"), "texts")
+        client.set(demand_key("a"), "texts")
         await until("texts")
         calls: Any = client.info("commandstats")
         before, began = calls["cmdstat_get"]["calls"], time.monotonic()
@@ -225,7 +223,7 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
 
 async def test_a_producer_that_ends_while_redis_stands_still_leaves_no_connection_behind(redis: LocalRedis) -> None:
     before = len(client_of(redis).client_list())
-    async with line_to(redis.url, timeout_s=0.5) as line:
+    async with line_to(redis.url) as line:
         line.put(1)
         await line.until(lambda seen: seen.sent == 1)
         assert redis.pid is not None
@@ -237,7 +235,7 @@ async def test_a_producer_that_ends_while_redis_stands_still_leaves_no_connectio
 
 
 async def test_an_exchange_that_was_cancelled_leaves_no_answer_to_the_next_one(redis: LocalRedis) -> None:
-    connection = Connection(AdaptationSettings(redis=redis.url, timeout_s=30.0))
+    connection = Connection(redis.url, timeout_s=30.0)
 
     async def echo(text: str) -> bytes:
         async with connection.exchange() as client:
@@ -305,7 +303,7 @@ class Reader:
 async def inbox_of(redis: LocalRedis, *readers: Reader) -> AsyncIterator[CollectorRegistry]:
     """An inbox that reads for them, and what it counts."""
     metrics = AdapterMetrics()
-    inbox = Inbox(AdaptationSettings(redis=redis.url), readers, metrics)
+    inbox = Inbox(redis.url, readers, metrics)
     await inbox.look()
     reading = asyncio.create_task(inbox.run())
     yield metrics.registry
@@ -385,9 +383,9 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
     with capture_logs() as logs:
         async with inbox_of(redis, reader):
             await reader.until(30)
-            assert client.get(demand_key("coppice", "a")) is None
+            assert client.get(demand_key("a")) is None
             client.config_set("maxmemory", 0)
-            assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("coppice", "a")) == b"texts")
+            assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("a")) == b"texts")
     refused = [each["event"] for each in logs if each["key"] == "coppice:a:demand"]
     assert refused == ["redis refuses a key", "redis takes a key"]
 

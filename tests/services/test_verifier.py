@@ -68,7 +68,8 @@ def verifier(start_service: StartService, target: Path) -> Service:
     return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
 
 
-SMALL = ("--verifier.kv_tokens", "520", "--verifier.feature_window", "16", "--limits.queue_s", "0.4")
+SMALL = ("--verifier.kv_tokens", "520", "--limits.queue_s", "0.4")
+WINDOW = {"TEST_CONSTANTS": "services.verifier.worker.FEATURE_WINDOW=16"}
 UNPRUNED = ("--verifier.prune", "false")
 
 
@@ -76,7 +77,14 @@ UNPRUNED = ("--verifier.prune", "false")
 def small(start_service: StartService, target: Path) -> Service:
     """520 KV tokens are 16 blocks of 32 and a rest: room for two sessions of up to 128 tokens and their trees."""
     return start_service(
-        "services.verifier", "--verifier.target", str(target), "--verifier.threads", "1", *SMALL, *UNPRUNED
+        "services.verifier",
+        "--verifier.target",
+        str(target),
+        "--verifier.threads",
+        "1",
+        *SMALL,
+        *UNPRUNED,
+        variables=WINDOW,
     )
 
 

@@ -137,7 +137,7 @@ def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor, settings:
     scores = (logits / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if job.coupled and job.sampling.temperature:
         known = torch.from_numpy(noise(job.sampling.seed, job.committed_len + depth, ids.numpy())).float()
-        scores = (settings.alpha * scores + settings.beta * known).log_softmax(-1)
+        scores = (scores + known).log_softmax(-1)
     return scores
 
 
@@ -413,7 +413,6 @@ VARIANTS = [
     ("dspark", {"sample_from_anchor": False, "confidence_with_markov": False}, {"top_k": 3, "depth": 4}),
     *((kind, {"feature_layers": (6, 0, 3, 1, 4)}, {}) for kind in FEATURE_KINDS),
     ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
-    *((kind, {}, {"alpha": 1.6, "beta": 0.7}) for kind in FEATURE_KINDS),
 ]
 
 
@@ -464,7 +463,8 @@ def test_warming_up_leaves_nothing_behind(kind: str, kv_tokens: int, target: Pat
 
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -> None:
-    head, slow = build(kind, save_random(tmp_path, kind), target, max_context=30)
+    head, slow = build(kind, save_random(tmp_path, kind), target)
+    head.max_context = 30
     text = Text.random(40, 1)
     opened(head, 0, text, 12)
     for budget in (0, 1, 2, 5, 60):
@@ -542,7 +542,7 @@ def test_rotary_factors_are_transformers_own_whatever_the_weights_dtype(scaling:
 def test_a_chain_is_one_path_to_the_heads_depth(
     target: Path, tmp_path: Path, kind: str, sampling: SamplingParams
 ) -> None:
-    head, _ = build(kind, save_random(tmp_path / "head", kind), target, chain=True)
+    head, _ = build(kind, save_random(tmp_path / "head", kind), target, top_k=1)
     text = Text.random(60, 3)
     opened(head, 1, text, 40)
     (tree,) = drafted(head, [DraftJob(1, text.ids[40], 40, 30, sampling)])

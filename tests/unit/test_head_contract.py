@@ -41,7 +41,7 @@ class Kept(HeadContract):
     def told(self, models: Path) -> None:
         kind = type(self).__name__.removeprefix("Test").lower()
         path = str(models / kind) if (models / kind).exists() else ""
-        given = {"path": path, "target": str(models / "target"), "vocab_size": VOCAB, "threads": 1}
+        given = {"path": path, "target": str(models / "target"), "threads": 1}
         self.settings = DrafterSettings.model_validate({"kind": kind, **given})
 
     def make_head(self) -> Head:
@@ -159,10 +159,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_head_that_breaks_the_contract_is_found(broken: type[NgramHead]) -> None:
+def test_a_head_that_breaks_the_contract_is_found(broken: type[NgramHead], models: Path) -> None:
     class Contract(HeadContract):
+        vocab_size = VOCAB
+
         def make_head(self) -> Head:
-            return broken(DrafterSettings(kind="bigram", vocab_size=self.vocab_size))
+            return broken(DrafterSettings(kind="bigram", target=str(models / "target")))
 
     with pytest.raises((AssertionError, TreeError)):
         getattr(Contract(), f"test_{BROKEN[broken]}")()

@@ -179,9 +179,7 @@ def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    head = LanguageModelHead(
-        DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6, max_context=64)
-    )
+    head = LanguageModelHead(DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6))
     ids = some_ids(11)
     job = DraftJob(opened(head, 0, ids), 5, len(ids), 40, GREEDY)
     tree = draft(head, job)
@@ -236,7 +234,7 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_chunk_by_chunk(head: Language
 
 
 def test_chain_mode_is_the_greedy_continuation(heads: Any, model: Any) -> None:
-    head, ids = heads(chain=True, depth=12), some_ids(20)
+    head, ids = heads(top_k=1, depth=12), some_ids(20)
     expected = model.generate(torch.tensor([[*ids, 5]]), do_sample=False, max_new_tokens=12, eos_token_id=None)
     opened(head, 0, ids)
     for budget in (12, 64, 5):
@@ -268,8 +266,9 @@ def test_q_rows_are_what_the_chains_tokens_were_sampled_from(head: LanguageModel
         np.testing.assert_allclose(tree.log_probs, np.log(drafted).cumsum(), rtol=1e-3)
 
 
-def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any) -> None:
-    head = heads(max_context=20)
+def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = heads()
+    monkeypatch.setattr(head, "max_context", 20)
     opened(head, 0, some_ids(14))
     opened(head, 1, some_ids(15))
     opened(head, 2, some_ids(300))
@@ -282,14 +281,17 @@ def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any) -> None:
     assert head.engine.pool.used_blocks == 0
 
 
-def test_a_head_narrower_than_the_target_drafts_its_own_ids_only(heads: Any) -> None:
-    head = heads(vocab_size=50)
-    assert head.description.vocab_size == 50
-    assert heads(vocab_size=9999).description.vocab_size == VOCAB
+@pytest.mark.parametrize("width", [50, 9999])
+def test_a_head_wider_than_the_target_drafts_the_targets_ids_only(
+    width: int, heads: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.heads.lm.common_width", lambda *_: width)
+    head = heads(target=str(folder), name=f"for {width}")
+    assert head.description.vocab_size == width
     opened(head, 0, [1, 2, 3])
     tree = draft(head, DraftJob(0, 4, 3, 64, GREEDY))
     assert len(tree) > 0
-    assert tree.tokens.max() < 50
+    assert tree.tokens.max() < min(width, VOCAB)
     head.close(0)
 
 

@@ -333,7 +333,7 @@ def test_a_push_to_a_head_with_the_targets_output_layer_holds_none(target: Path,
 
 
 def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
-    head = build_head(DrafterSettings(kind="lookup", vocab_size=VOCAB))
+    head = build_head(DrafterSettings(kind="lookup"))
     header = WeightsHeader("lookup", 1, 0, b"\0" * 32, b"\1" * 32, b"\2" * 32, 10, 1)
     with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
         head.staging(header)

@@ -34,7 +34,6 @@ QUICK: Mapping[str, Any] = {
     "adapter.policy": "always",
     "adapter.interval": 2,
     "adapter.cpu_share": 1.0,
-    "adapter.poll_s": 0.3,
 }
 """Settings under which updates come every few queries"""
 COMES_S = 60.0  # in which an adapter has to come to its failpoint
