@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from coppice.config.model_size import Context
+from coppice.engine.engine import Context
 from coppice.errors import InvalidField
 from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec

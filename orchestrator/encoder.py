@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from coppice.config.model_folder import added_tokens, ends_line, text_ends
+from coppice.config.model import added_tokens, ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
 from coppice.rpc.admission import Admission

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from coppice import __version__
 from coppice.client.client import Client, default_address
-from coppice.config.model_folder import ends_line, text_ends
+from coppice.config.model import ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.preflight import check_target, target_warnings, why_no_port

@@ -58,7 +58,7 @@ def _option(section: str, name: str, field: FieldInfo, panel: str) -> Parameter:
     type_name = str(kind) if get_args(kind) else kind.__name__
     if get_origin(kind) is Literal:
         type_name = "|".join(get_args(kind))
-    default = None if field.default_factory or field.default == "" else str(field.default)
+    default = None if field.default in ("", []) else str(field.default)
     told = typer.Option(f"--{section}.{name}", metavar=f"<{type_name}>", help=field.description, rich_help_panel=panel)
     return Parameter(
         f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[str | None, told]

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coppice.config.model_folder import ends_line, text_ends
+from coppice.config.model import ends_line, text_ends
 from coppice.errors import Unavailable
 from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.access import is_loopback

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -13,16 +12,7 @@ from coppice.machine import extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_KINDS = (
-    "bigram",
-    "lookup",
-    "lm",
-    "eagle3",
-    "specblock",
-    "dflash",
-    "jetspec",
-    "dspark",
-)
+HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "dflash", "jetspec", "dspark")
 """Kinds of heads of this package."""
 
 
@@ -34,25 +24,45 @@ def check_kind(kind: str) -> str:
 
 
 HeadKind = Annotated[str, AfterValidator(check_kind)]
-FEATURE_KINDS: tuple[HeadKind, ...] = tuple(kind for kind in HEAD_KINDS if kind not in ("bigram", "lookup", "lm"))
+FEATURE_KINDS: tuple[HeadKind, ...] = HEAD_KINDS[3:]
 """Heads that read the target's features."""
 ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "dspark")
 """Those of them that an adapter can train while they serve."""
+PolicyName = Literal["bandit", "paper", "always", "full-only", "head-only"]
+
+
+def _check_pairs(pairs: list[str]) -> list[str]:
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not name or not value:
+            raise ValueError(f"{pair!r} is not NAME=VALUE")
+    return pairs
+
+
+def _check_heads(drafters: list[str]) -> list[str]:
+    for drafter in drafters:
+        check_kind(drafter.partition("=")[2].partition(":")[0])
+    if len({drafter.partition("=")[0] for drafter in drafters}) < len(drafters):
+        raise ValueError("names a head twice")
+    return _check_pairs(drafters)
+
+
+def _check_redis(url: str) -> str:
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
+    return url
+
+
+Pairs = Annotated[list[str], AfterValidator(_check_pairs)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis)]
+DRAFTERS = "NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
+VERIFIERS = "HOST:PORT, dns:HOST:PORT or redis"
 
 
 class Section(BaseModel):
     """A section of the settings: unknown names are refused, and nothing changes once it is read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def check_pairs(pairs: list[str], form: str) -> list[str]:
-    """The same, each with something on both sides of its first equals sign. Raises ValueError saying the form."""
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        if not name or not value:
-            raise ValueError(f"{pair!r} is not {form}")
-    return pairs
 
 
 class ServerSettings(Section):
@@ -62,9 +72,7 @@ class ServerSettings(Section):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     health_port: int = Field(0, ge=0, le=65535, description="plaintext gRPC health port; 0 takes a free one")
     metrics_port: int = Field(0, ge=-1, le=65535, description="Prometheus port; 0 takes a free one, -1 serves none")
-    advertise: str = Field(
-        "", description="host that others reach this one by, and that a registry is told; empty: host"
-    )
+    advertise: str = Field("", description="host that others, and a registry, are told; empty: host")
     ready_file: str = Field("", description="file to write addresses to once ready")
     grace_s: float = Field(90.0, ge=0, description="how long a stopping server lets requests finish, seconds")
     log_json: bool = Field(False, description="log JSON lines instead of text")
@@ -84,17 +92,11 @@ class TelemetrySettings(Section):
 
     otlp_endpoint: str = Field(
         "",
+        pattern=r"^(https?://[^/]+:\d{1,5}|file:.+)?$",
         description="collector of OpenTelemetry that takes OTLP by gRPC, http://HOST:PORT or https://HOST:PORT, or a "
         "folder, file:FOLDER, where each process writes its spans as JSON lines when it ends",
     )
     sample: float = Field(1.0, ge=0, le=1, description="share of requests traced whose caller does not say")
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _endpoint_has_a_port(cls, endpoint: str) -> str:
-        if endpoint and not re.fullmatch(r"https?://[^/]+:\d{1,5}|file:.+", endpoint):
-            raise ValueError("is not http://HOST:PORT, https://HOST:PORT or file:FOLDER")
-        return endpoint
 
 
 class TlsSettings(Section):
@@ -134,11 +136,7 @@ class VerifierSettings(TorchSettings):
         65_536, gt=0, description="KV capacity, tokens; the default takes at most half of what the weights leave free"
     )
     prefix_cache: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="share of kv_tokens that may keep texts for later requests of a client that begin with them, while "
-        "no session needs the room; 0: none",
+        1.0, ge=0, le=1, description="share of kv_tokens that may keep texts for a client's later requests; 0: none"
     )
     generation_config: Literal["serve", "ignore"] = Field(
         "serve",
@@ -151,27 +149,11 @@ class VerifierSettings(TorchSettings):
         "moves change no token in bfloat16 either",
     )
     prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
-    drafters: list[str] = Field(
-        default_factory=list,
-        description="NAME=KIND[:DIR] of each head that is served in this process, at the same address; section drafter "
-        "holds for all of them",
+    drafters: Annotated[list[str], AfterValidator(_check_heads)] = Field(
+        [], description="NAME=KIND[:DIR] of each head in this process, at its address; section drafter holds for all"
     )
-
-    @field_validator("drafters")
-    @classmethod
-    def _drafters_name_heads(cls, drafters: list[str]) -> list[str]:
-        for drafter in drafters:
-            check_kind(drafter.partition("=")[2].partition(":")[0])
-        if len({drafter.partition("=")[0] for drafter in drafters}) < len(drafters):
-            raise ValueError("names a head twice")
-        return check_pairs(drafters, "NAME=KIND[:DIR]")
-
     ranks: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes that share the target, each with a part of its weights and of the KV; "
-        "on CUDA each has a device of its own",
+        1, ge=1, le=64, description="processes that share the target; on CUDA each has a device of its own"
     )
 
     @field_validator("ranks")
@@ -194,10 +176,7 @@ class DrafterSettings(TorchSettings):
     kind: HeadKind = Field("lookup", description=f"kind of head: {', '.join(HEAD_KINDS)}, or what a package adds")
     path: str = Field("", description="folder of the head's weights")
     target: str = Field("", description="folder of the target, for heads that read its features or its vocabulary")
-    verifiers: list[str] = Field(
-        default_factory=list,
-        description="verifiers features may come from: HOST:PORT, dns:HOST:PORT or redis; empty: any",
-    )
+    verifiers: list[str] = Field([], description=f"verifiers features may come from: {VERIFIERS}; empty: any")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
     top_k: int = Field(
         0,
@@ -224,10 +203,8 @@ class OrchestratorSettings(Section):
     """The step loop."""
 
     target: str = Field("", description="folder with the target's tokenizer; empty: ids only")
-    verifiers: list[str] = Field(default_factory=list, description="verifiers: HOST:PORT, dns:HOST:PORT or redis")
-    heads: list[str] = Field(
-        default_factory=list, description="NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
-    )
+    verifiers: list[str] = Field([], description=f"verifiers: {VERIFIERS}")
+    heads: Pairs = Field([], description=DRAFTERS)
     policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
     budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
     draft_deadline_ms: float = Field(
@@ -240,31 +217,38 @@ class OrchestratorSettings(Section):
     page: Literal["loopback", "always", "never"] = Field(
         "loopback", description="when the HTTP port serves the page: while server.host is loopback, always, or never"
     )
-    hosts: list[str] = Field(default_factory=list, description="names of this server that HTTP on loopback answers to")
+    hosts: list[str] = Field([], description="names of this server that HTTP on loopback answers to")
     tokens: str = Field(
         "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
     )
 
-    @field_validator("heads")
-    @classmethod
-    def _heads_name_addresses(cls, heads: list[str]) -> list[str]:
-        return check_pairs(heads, "NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
 
-
-class RedisSettings(Section):
-    """A Redis."""
-
-    redis: str = Field("", description="redis://, rediss:// or unix:// URL; empty: none")
-
-    @field_validator("redis")
-    @classmethod
-    def _redis_is_a_url(cls, url: str) -> str:
-        if url and not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
-        return url
-
-
-class DirectorySettings(RedisSettings):
+class DirectorySettings(Section):
     """Where replicas are found: the registry that they keep themselves in."""
 
-    redis: str = Field("", description="URL of the Redis with the registry of replicas; empty: there is none")
+    redis: RedisUrl = Field("", description="redis://, rediss:// or unix:// URL of the registry; empty: there is none")
+
+
+class AdaptationSettings(Section):
+    """The way of signals to the adapter: a Redis."""
+
+    redis: RedisUrl = Field("", description="redis://, rediss:// or unix:// URL of the adapter's; empty: send nothing")
+
+
+class AdapterSettings(Section):
+    """The adapter: which heads it trains, where, and by which rule."""
+
+    target: str = Field("", description="folder of the target, whose embedding the heads share")
+    heads: Pairs = Field([], description="NAME=DIR of each head, its weights as deployed")
+    drafters: Pairs = Field([], description=DRAFTERS)
+    folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
+    policy: PolicyName = Field(
+        "bandit",
+        description="bandit: variants for kinds of text; paper: SpecBlock's rule, one variant for all; full-only and "
+        "head-only are paper's with one action; always: online speculative decoding",
+    )
+    interval: int = Field(
+        20, ge=2, description="queries that the other policies measure before and after an update of as many texts"
+    )
+    cpu_share: float = Field(0.25, gt=0, le=1, description="largest share of the time that an update computes")
+    device: str = Field("cpu", description="torch device of training, such as cpu or cuda:1")

@@ -13,15 +13,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     YamlConfigSettingsSource,
 )
 
-from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.sections import (
+    AdaptationSettings,
+    AdapterSettings,
     DirectorySettings,
     DrafterSettings,
     OrchestratorSettings,
@@ -86,23 +86,6 @@ class Settings(BaseSettings):
     adaptation: AdaptationSettings = AdaptationSettings()
     adapter: AdapterSettings = AdapterSettings()
 
-    def nearby_drafters(self) -> dict[str, Settings]:
-        """The settings of each head of `verifier.drafters`, by its name.
-
-        They are section drafter's; where that has defaults, a head computes where and as the target does, with as many
-        threads.
-        """
-        placed = {name: getattr(self.verifier, name) for name in ("device", "dtype", "target")}
-        usual = DrafterSettings()
-        given = {name: value for name, value in self.drafter if value != getattr(usual, name)}
-        found = {}
-        for drafter in self.verifier.drafters:
-            name, _, head = drafter.partition("=")
-            kind, _, path = head.partition(":")
-            own = DrafterSettings(**{**placed, **given, "name": name, "kind": kind, "path": path})
-            found[name] = self.model_copy(update={"drafter": own})
-        return found
-
     @classmethod
     def settings_customise_sources(
         cls,
@@ -112,9 +95,9 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags come first (pydantic-settings puts them before these), then variables, then the YAML file."""
-        yaml = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
-        return init_settings, env_settings, yaml
+        """Flags come first (pydantic-settings puts them before these), then variables, the YAML file and arguments."""
+        file = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
+        return env_settings, file, init_settings
 
 
 def _names() -> list[str]:
@@ -123,7 +106,7 @@ def _names() -> list[str]:
     return [f"{section}.{name}" for section, model in sections.items() for name in model.model_fields]
 
 
-def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
+def _no_such(what: str, known: Iterable[str]) -> InvalidField:
     """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
     name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
     section, _, setting = name.partition(".")
@@ -131,27 +114,25 @@ def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> Inv
         return InvalidField(what, "is no setting any more: what was its default always holds")
     if replacement := REPLACED.get(name, REPLACED.get(section)):
         return InvalidField(what, f"is no setting any more: {replacement}")
-    near = difflib.get_close_matches(near_to or what, list(known), n=1)
+    near = difflib.get_close_matches(what, list(known), n=1)
     return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
 
 
-def _check_variables() -> None:
-    """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
-    known = _OTHER_VARIABLES | {f"COPPICE_{name}".replace(".", "__").upper() for name in _names()}
-    for variable in os.environ:
-        if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
-            raise _no_such(variable, known, variable.upper())
-
-
-def _check_flags(arguments: Sequence[str]) -> None:
-    """argparse would print its usage, which is longer than a screen, and name no neighbour."""
-    known = {"-h", "--help", "--config", *(f"--{name}" for name in (*Settings.model_fields, *_names()))}
+def _check_names(arguments: Sequence[str]) -> None:
+    """Raise InvalidField for a flag or a variable that nobody reads: argparse would print its usage, which is longer
+    than a screen, and pydantic-settings would pass over the variable.
+    """
+    flags = {"-h", "--help", *(f"--{name}" for name in (*Settings.model_fields, *_names()))}
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--config":
             raise InvalidField("config", "write --config FILE, once")
-        if flag.startswith("--") and flag not in known:
-            raise _no_such(flag, known)
+        if flag.startswith("--") and flag not in flags:
+            raise _no_such(flag, {*flags, "--config"})
+    variables = _OTHER_VARIABLES | {f"COPPICE_{name}".replace(".", "__").upper() for name in _names()}
+    for variable in os.environ:
+        if variable.upper().startswith("COPPICE_") and variable.upper() not in variables:
+            raise _no_such(variable, variables)
 
 
 def _check_file(file: str) -> None:
@@ -167,29 +148,6 @@ def _check_file(file: str) -> None:
         raise InvalidField("config", f"{file} is not a mapping of sections")
 
 
-def _explained(error: ValidationError) -> InvalidField:
-    """The first thing that is wrong, by its setting's name."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    if first["type"] != "extra_forbidden":
-        return InvalidField(".".join(where), first["msg"])
-    return _no_such(".".join(where), [*Settings.model_fields, *_names()])
-
-
-def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:
-    """Settings whose defaults, by section and name, are these where they are given."""
-
-    class Defaulted(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            last = InitSettingsSource(settings_cls, {name: dict(section) for name, section in defaults.items()})
-            return (*super().settings_customise_sources(settings_cls, *args, **kwargs), last)
-
-    return Defaulted
-
-
 def load_settings(
     arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Settings:
@@ -203,14 +161,18 @@ def load_settings(
         at = arguments.index("--config")
         os.environ["COPPICE_CONFIG"] = arguments[at + 1]
         del arguments[at : at + 2]
-    _check_flags(arguments)
+    _check_names(arguments)
     if file := os.environ.get("COPPICE_CONFIG"):
         _check_file(file)
-    _check_variables()
     try:
-        return (_with_defaults(defaults) if defaults else Settings)(_cli_parse_args=arguments)
+        given: dict[str, Any] = {name: dict(section) for name, section in (defaults or {}).items()}
+        return Settings(_cli_parse_args=arguments, **given)
     except ValidationError as error:
-        raise _explained(error) from None
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][:2])
+        if first["type"] == "extra_forbidden":
+            raise _no_such(where, [*Settings.model_fields, *_names()]) from None
+        raise InvalidField(where, first["msg"]) from None
     except SettingsError as error:
         value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
         named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from coppice.config.model_size import GIB, Context
+from coppice.config.model import GIB
 from coppice.engine.attention import read_layout
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
@@ -27,7 +27,7 @@ from coppice.engine.ordered import by_row, ordered
 from coppice.engine.rows import PackedBatch, Piece, RowTable, pack
 from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, Steps, TappedModel, graph_buckets, padded
-from coppice.limits import BLOCK_SIZE
+from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
 R = TypeVar("R")
 _RUN = 512  # bytes, 64 words that are summed to one
@@ -104,6 +104,39 @@ class Timed:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A number of positions, and what it was cut by where the configuration promises more."""
+
+    tokens: int
+    cut_by: str = ""
+
+    @classmethod
+    def of(cls, config: Any, otherwise: int) -> Context:
+        """What a text model's configuration allows; `otherwise` where it names no limit."""
+        promised = longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
+        cut_by = ""
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Where kinds of layers differ, each has parameters of its own.
+        for kind in [rope] if "rope_type" in rope else filter(None, rope.values()):
+            first = int(kind.get("original_max_position_embeddings") or longest)
+            # These depend on the longest text of a batch: beyond their first length, sessions would change each other.
+            if kind.get("rope_type") in ("dynamic", "longrope") and first < longest:
+                longest = first
+                cut_by = f"rope kind {kind['rope_type']} would let longer texts change each other; {promised} promised"
+        return cls(longest, cut_by)
+
+    def served(self, kv_tokens: int) -> Context:
+        """What a verifier with so many KV tokens serves of it."""
+        room = kv_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if min(room, MAX_CONTEXT) >= self.tokens:
+            return self
+        return Context(room, f"verifier.kv_tokens is {kv_tokens}") if room < MAX_CONTEXT else Context(MAX_CONTEXT)
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens ({self.cut_by})" if self.cut_by else f"{self.tokens} tokens"
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from coppice.config.model_folder import disagreements, ends_line, text_config, text_ends
-from coppice.config.model_size import FLOATS
+from coppice.config.model import FLOATS, disagreements, ends_line, text_config, text_ends
 from coppice.engine.attention import UnsupportedModel, one_line, read_layout
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.self_check import check_invariant, self_check

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.config.model_folder import check_model
+from coppice.config.model import check_model
 from coppice.config.sections import HEADS
 from coppice.engine.engine import default_feature_layers
 from coppice.engine.modules import SIBLINGS

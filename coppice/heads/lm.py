@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from coppice.config.model_size import Context
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import one_line
+from coppice.engine.engine import Context
 from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Earlier, Piece, pack

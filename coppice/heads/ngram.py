@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.config.model_folder import text_config
+from coppice.config.model import text_config
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape

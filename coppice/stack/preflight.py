@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from coppice.config.model_folder import disagreements, text_ends
-from coppice.config.model_size import ModelSize, free_memory
+from coppice.config.model import ModelSize, disagreements, free_memory, text_ends
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.stack.process import environment

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config.model_folder import check_model, why_no_model
+from coppice.config.model import check_model, why_no_model
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status

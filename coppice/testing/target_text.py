@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from coppice.config.model_size import Context
+from coppice.engine.engine import Context
 
 _TOKENIZER = "tokenizer.json"
 _ANSWER = "@an answer@"

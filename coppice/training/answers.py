@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from coppice.config.model_folder import text_ends
+from coppice.config.model import text_ends
 from coppice.engine.engine import Engine, default_feature_layers
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine

@@ -10,8 +10,7 @@ from typing import Any, get_args
 
 from coppice.client.completion import Completion
 from coppice.commands.adapter import SMOOTHING, change_look, moving_mean
-from coppice.config.adaptation import PolicyName
-from coppice.config.sections import ADAPTED_KINDS
+from coppice.config.sections import ADAPTED_KINDS, PolicyName
 from coppice.errors import InvalidField
 from coppice.limits import check_range
 from coppice.pictures.style import looks

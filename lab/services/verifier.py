@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from coppice.config.model_size import Context
 from coppice.config.sections import VerifierSettings
-from coppice.engine.engine import DTYPES, Clock, Engine, EngineInfo, ForwardOutput, default_feature_layers
+from coppice.engine.engine import DTYPES, Clock, Context, Engine, EngineInfo, ForwardOutput, default_feature_layers
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import PackedBatch
 from coppice.limits import HASH_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from coppice.config.model_folder import check_model
+from coppice.config.model import check_model
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.server import run_service

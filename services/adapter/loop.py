@@ -15,7 +15,7 @@ import structlog
 from torch import Tensor
 
 from coppice import failpoints
-from coppice.config.adaptation import AdapterSettings
+from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_HISTORY
 from coppice.signals.records import Demand, QueryRecord, Sample

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from coppice.config.model_folder import check_model
+from coppice.config.model import check_model
+from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import registration_of
@@ -21,6 +22,23 @@ def _named(settings: Settings) -> Settings:
     check_model("verifier.target", settings.verifier.target)
     name = settings.verifier.name or Path(settings.verifier.target).resolve().name
     return settings.model_copy(update={"verifier": settings.verifier.model_copy(update={"name": name})})
+
+
+def heads_beside(settings: Settings) -> dict[str, Settings]:
+    """The settings of each head of `verifier.drafters`, by its name.
+
+    They are section drafter's; where that has defaults, a head computes where and as the target does, with as many
+    threads.
+    """
+    placed = {name: getattr(settings.verifier, name) for name in ("device", "dtype", "target")}
+    given = {name: value for name, value in settings.drafter if value != DrafterSettings.model_fields[name].default}
+    heads = {}
+    for drafter in settings.verifier.drafters:
+        name, _, head = drafter.partition("=")
+        kind, _, path = head.partition(":")
+        own = DrafterSettings(**{**placed, **given, "name": name, "kind": kind, "path": path})
+        heads[name] = settings.model_copy(update={"drafter": own})
+    return heads
 
 
 async def serve(settings: Settings) -> int:
@@ -38,7 +56,7 @@ async def serve(settings: Settings) -> int:
     if settings.verifier.drafters:
         from ..drafter.service import Drafters
 
-        heads = settings.nearby_drafters()
+        heads = heads_beside(settings)
         drafters = Drafters(heads, serving, metrics.registry, worker, worker)
         found = [registration_of(settings, "drafter", name) for name in heads]
         serving.registrations += [registration for registration in found if registration is not None]

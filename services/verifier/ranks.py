@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from coppice.config.model_size import ModelSize, free_memory
+from coppice.config.model import ModelSize, free_memory
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import Settings
 from coppice.engine.engine import Engine

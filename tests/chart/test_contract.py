@@ -18,6 +18,7 @@ from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, PrefixCacheMetrics, SessionMetrics, SignalMetrics
+from services.verifier.__main__ import heads_beside
 from tests.chart.chart import (
     ALL,
     FILES,
@@ -271,7 +272,7 @@ def test_every_kind_of_head_may_live_in_the_verifiers_process(kind: str, monkeyp
             settings_of(found[f"coppice-{name}"]["spec"]["template"]["spec"]["containers"][0], monkeypatch)
             for name in ("verifier", "orchestrator")
         )
-        head = told.nearby_drafters()["a"].drafter
+        head = heads_beside(told)["a"].drafter
         assert (head.kind, head.device, head.threads, head.target) == (kind, "cuda", 3, told.verifier.target)
         assert head.path == ("" if kind in COUNTING_KINDS else "/models/a")
         assert head.verifiers == ([place] if kind in FEATURE_KINDS else [])

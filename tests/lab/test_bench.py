@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coppice.client.client import Client
-from coppice.config.model_size import Context
+from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt
 from coppice.stack.launch import Stack

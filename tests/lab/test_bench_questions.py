@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coppice.client.completion import Accumulator, Completion
-from coppice.config.model_size import Context
+from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.testing.target_text import TargetText

@@ -18,7 +18,7 @@ from compressed_tensors.quantization import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from coppice.config.model_size import ModelSize
+from coppice.config.model import ModelSize
 from coppice.engine.engine import Engine
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.engine.rows import Piece, pack

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.cli import main
 from coppice.commands.doctor import find
-from coppice.config.model_folder import disagreements, ends_line, text_ends
-from coppice.config.model_size import GIB, ModelSize
+from coppice.config.model import GIB, ModelSize, disagreements, ends_line, text_ends
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.stack import preflight as preflight_module
