@@ -28,9 +28,9 @@ from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 from orchestrator.heads import HeadPool
 from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
+from tests.followed import IDS, model, start_verifier, target, truth, verifier
 from tests.processes import Service
 from tests.recorder import server_of
-from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier
 
 __all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
 

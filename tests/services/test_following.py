@@ -1,4 +1,5 @@
-"""Drafters that follow a session of a verifier: what is drafted before it is asked for, and what a lie costs.
+"""Drafters that follow a session of a verifier: the features that they get, what is drafted before it is asked for, and
+what a lie costs.
 
 The drafter runs in this process, the verifier in its own, unless it lies.
 """
@@ -12,20 +13,23 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Features, Fence, committed_hash
-from coppice.wire.drafter import TreeDelta
+from coppice.wire.drafter import OpenDraft, TreeDelta, draft_request_to_wire
 from coppice.wire.verifier import Commit
+from services.drafter import following
 from tests.feeds import Feeder, feeding
+from tests.followed import IDS, WINDOW, fetched, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
 from tests.recorder import LAYERS, Recorder, drafter_of
 from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
-from tests.services.test_features import IDS, fetched, model, start_verifier, target, truth, verifier
 
-__all__ = ["model", "start_verifier", "target", "truth", "verifier"]
+__all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
 FOLLOWED = "followed"
 ROW_BYTES = 4 * 64 * len(LAYERS)
 
@@ -213,3 +217,98 @@ async def test_rows_that_came_before_the_end_of_a_stream_are_used() -> None:
         await client.send(7, [5])
         await client.tree()
         assert feeder.followed == 1
+
+
+# The features of an opening.
+
+
+async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_is_opened_again(
+    verifier: Service, model: Any, truth: list[int]
+) -> None:
+    head = Recorder()
+    async with (
+        drafter_of(head) as drafter,
+        test_verifier.connected(verifier) as there,
+        test_drafter.connected(drafter) as here,
+    ):
+        session = test_verifier.Client(there, "hidden", IDS, feature_layers=LAYERS)
+        opened = await session.open()
+        assert opened.features is not None
+        assert opened.features.start == len(IDS) - WINDOW
+        client = await test_drafter.Client(here, IDS, features=opened.features).open()
+        for length in (0, 3, 1, 2, 5, 4, 5):
+            at = len(session.committed)
+            await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
+            await client.send(session.root, session.committed[at:])
+            await client.tree()
+        now = len(session.committed)
+        assert now == len(IDS) + 27
+        head.seen[0].check(model, len(IDS) - WINDOW)
+        again = fetched(verifier.address, "hidden", opened.features.start, now)
+        await test_drafter.Client(here, session.committed, features=again).open()
+        head.seen[1].check(model, now - WINDOW)
+
+
+async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hears_of_nothing(
+    verifier: Service,
+) -> None:
+    head = Recorder()
+    async with drafter_of(head) as drafter, test_drafter.connected(drafter) as stub:
+        async with test_verifier.connected(verifier) as there:
+            await test_verifier.Client(there, "bare", IDS).open()
+            for lost, why in [
+                (fetched(verifier.address, "nobody"), "no session nobody"),
+                (fetched(verifier.address, "bare"), "is not one of the session's layers ()"),
+                (fetched("127.0.0.1:1", "s"), "no features from the verifier at 127.0.0.1:1"),
+            ]:
+                call = stub.Draft()
+                await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+                code, details = await status_of(call)
+                assert code is grpc.StatusCode.UNAVAILABLE
+                assert why in details
+        assert (head.seen, (await test_drafter.until_idle(stub)).sessions) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "hangs"),
+    [
+        ([], False),
+        ([(0, 10)], False),
+        ([(0, 10), (12, 28)], False),
+        ([(0, 10)], True),
+    ],
+    ids=["none", "too few", "a gap", "no end"],
+)
+async def test_rows_of_other_positions_than_asked_for_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], hangs: bool
+) -> None:
+    monkeypatch.setattr(following, "OPEN_S", 0.3 if hangs else 20.0)
+    feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
+    feeder.go.set()
+    async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, test_drafter.connected(drafter) as stub:
+        call = stub.Draft()
+        lost = fetched(ref.verifier, "s")
+        await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_missing_or_other_positions_features_are_refused_by_field() -> None:
+    rows, ref = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS)), fetched("127.0.0.1:1", "s")
+    assert ref.ref is not None
+    openings = [
+        (None, "open.features: a recorder head reads"),
+        (rows, "open.features: holds rows; name the session"),
+        (replace(rows, inline=None), "open.features: a recorder head reads"),
+        (fetched("127.0.0.1:1", "s", 40, 41), "open.features: begin at position 40 of 40"),
+        (ref, "open.features.ref.verifier: is not one"),
+        (
+            replace(ref, ref=replace(ref.ref, layers=(2, 1))),
+            "open.features.ref.layers: are (2, 1), this head reads those of (2, 3, 1)",
+        ),
+    ]
+    async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, test_drafter.connected(drafter) as stub:
+        for features, why in openings:
+            call = stub.Draft()
+            await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
+            code, details = await status_of(call)
+            assert (code, details[: len(why)]) == (grpc.StatusCode.INVALID_ARGUMENT, why)

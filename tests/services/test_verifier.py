@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
-from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH
+from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.limits import CHUNK_BYTES
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
@@ -243,30 +243,9 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-async def test_the_text_is_plain_decodings_whatever_trees_are_sent(verifier: Service, model: Any, name: str) -> None:
-    sampling = SAMPLINGS[name]
-    expected = continuation(model, IDS, 40, sampling)
-    rng = random.Random(5)
-    async with connected(verifier) as stub:
-        client = Client(stub, name.replace(" ", "-"), sampling=sampling or SamplingParams(), max_len=MAX_LEN)
-        opened = await client.open()
-        assert (opened.next.row is None) == (name == "full rows")
-        accepted = 0
-        while len(client.committed) < len(IDS) + 30:
-            made = len(client.committed) - len(IDS)
-            assert client.root == expected[made]
-            verdict = await client.verify(junk_tree(rng, expected[made + 1 :], rng.choice([0, 1, 7, 40])))
-            accepted += len(verdict.accepted)
-            assert verdict.verified == ()
-            assert verdict.timings.total_ns >= verdict.timings.forward_ns > 0
-        assert client.committed == [*IDS, *expected][: len(client.committed)]
-        assert accepted > 3
-
-
 @pytest.mark.parametrize("whole_tree", [True, False])
-@pytest.mark.parametrize("name", ["greedy", "full rows"])
-async def test_packed_sessions_say_the_same_whole_and_pruned(
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_texts_of_packed_sessions_are_plain_decodings_whatever_trees_are_sent_whole_or_pruned(
     verifier: Service, model: Any, name: str, whole_tree: bool
 ) -> None:
     sampling = SAMPLINGS[name]
@@ -274,9 +253,10 @@ async def test_packed_sessions_say_the_same_whole_and_pruned(
     expected = [continuation(model, text, 24, sampling) for text in texts]
 
     async def decode(stub: Any, number: int) -> tuple[list[int], int]:
-        rng, pruned = random.Random(number), 0
+        rng, pruned, accepted = random.Random(number), 0, 0
         client = Client(stub, f"pruned-{number}", texts[number], sampling=sampling or SamplingParams())
-        await client.open()
+        opened = await client.open()
+        assert (opened.next.row is None) == (name == "full rows")
         while len(client.committed) < len(texts[number]) + 16:
             made = len(client.committed) - len(texts[number])
             drafted = junk_tree(rng, expected[number][made + 1 :], rng.choice([0, 5, 40]))
@@ -286,6 +266,9 @@ async def test_packed_sessions_say_the_same_whole_and_pruned(
             left = verdict.verified if verdict.pruned else range(1, len(drafted) + 1)
             assert verdict.pruned == (len(left) < len(drafted))
             assert set(verdict.accepted) <= set(left)
+            assert verdict.timings.total_ns >= verdict.timings.forward_ns > 0
+            accepted += len(verdict.accepted)
+        assert accepted > 0 or not whole_tree
         return client.committed[len(texts[number]) :], pruned
 
     async with connected(verifier) as stub:
@@ -299,34 +282,23 @@ def hopeless(good: Sequence[int]) -> DraftTree:
     return DraftTree.chain(good, [-800.0] * len(good))
 
 
-async def test_nodes_that_promise_nothing_are_not_verified_and_the_next_budget_is_0(
-    verifier: Service, model: Any
+async def test_nodes_that_promise_nothing_are_not_verified_and_plain_steps_cost_less(
+    start_service: StartService, target: Path, model: Any
 ) -> None:
+    service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
     good = continuation(model, IDS, 20)
-    async with connected(verifier) as stub:
+    async with connected(service) as stub:
         client = Client(stub, "hopeless")
         await client.open()
-        for made in range(3):
+        assert (await client.verify()).budget_hint is None  # nobody drafted yet
+        for made in range(1, 4):
             verdict = await client.verify(hopeless(good[made + 1 : made + 9]), whole_tree=False)
             assert (verdict.pruned, verdict.verified, verdict.accepted) == (True, (), ())
             assert verdict.timings.rows == 1
             assert verdict.timings.plain_ns == verdict.timings.forward_ns
-        certain = DraftTree.chain(good[4:6], [0.0, -800.0])
-        verdict = await client.verify(certain, whole_tree=False)
+            assert verdict.budget_hint == 0
+        verdict = await client.verify(DraftTree.chain(good[5:7], [0.0, -800.0]), whole_tree=False)
         assert (verdict.verified, verdict.accepted) == ((1,), (1,))
-
-
-async def test_the_hint_falls_to_0_when_nothing_pays_and_plain_steps_cost_less(
-    start_service: StartService, target: Path, model: Any
-) -> None:
-    service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
-    good = continuation(model, IDS, 4)
-    async with connected(service) as stub:
-        client = Client(stub, "hint")
-        await client.open()
-        assert (await client.verify()).budget_hint is None  # nobody drafted yet
-        assert (await client.verify(hopeless(good), whole_tree=False)).budget_hint == 0
-        assert (await client.verify()).budget_hint == 0
         wholes = [(await client.verify(DraftTree.chain([5] * 60, [-1.0] * 60))).timings for _ in range(5)]
         assert [whole.rows for whole in wholes] == [61] * 5
         assert all(0 < whole.plain_ns <= whole.forward_ns for whole in wholes)
@@ -497,39 +469,10 @@ async def test_those_who_follow_a_session_hear_what_each_step_commits_with_its_h
         heard = read_fed(await alone.read(), VOCAB)
         assert isinstance(heard, Commit)
         assert (heard.fence, heard.ids, heard.features) == (unfed.fence, commit.ids, None)
-        later = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5))
-        torch.testing.assert_close(values(later), expected[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
-        (one,) = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5, layers=(3,)))
-        assert len(one.inline or b"") * 3 == sum(len(part.inline or b"") for part in later)
-        torch.testing.assert_close(values([one]), values(later).chunk(3, dim=1)[1])
         with pytest.raises(InvalidField, match=r"ref\.layers: 4 is not one of the session's layers \(2, 3, 3\)"):
             await fetch(stub, replace(opened.features.ref, layers=(3, 4)))
         client.call.cancel()
         assert await whole.read() is grpc.aio.EOF
-
-
-async def test_a_fetch_begins_at_the_first_position_still_held_and_what_is_gone_or_unknown_is_refused(
-    small: Service,
-) -> None:
-    async with connected(small) as stub:
-        client = Client(stub, "window", feature_layers=(1,))
-        opened = await client.open()
-        assert opened.features is not None
-        ref = opened.features.ref
-        assert ref is not None
-        assert (ref.start, ref.count) == (len(IDS) - 16, 16)  # no more than the window holds
-        assert len(await fetch(stub, ref)) == 1
-        for _ in range(17):
-            await client.verify()
-        end = len(client.committed)
-        (held,) = await fetch(stub, replace(ref, start=end - 16))
-        assert (held.start, held.count) == (end - 16, 16)
-        for start in (0, ref.start, end - 17):
-            assert await fetch(stub, replace(ref, start=start, count=end - start)) == [held]
-        with pytest.raises(InvalidField, match=f"ref: ends behind the {end} committed"):
-            await fetch(stub, replace(ref, start=end - 15))
-        with pytest.raises(NotFound, match="nobody"):
-            await fetch(stub, replace(ref, session="nobody"))
 
 
 # Bad input.
@@ -540,41 +483,31 @@ def tree(tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[floa
 
 
 BAD_OPENS = {
-    "open.ids": {"ids": [1] * MAX_LEN, "max_len": MAX_LEN},
     "open.ids: token id": {"ids": [1, VOCAB]},
     "open.max_len": {"max_len": MAX_LEN + 1},
-    "open.max_len: 21": {"max_len": len(IDS)},
     "open.feature_layers": {"feature_layers": (LAYERS,)},
-    "open.session": {"session": "no spaces"},
-    "sampling.temperature": {"sampling": SamplingParams(temperature=11.0)},
 }
 BAD_TREES = {
-    "token-range": ("step.tree.tokens", tree([VOCAB], [0], [-1])),
-    "parent-order": ("step.tree.parents", tree([1, 1], [0, 2], [-1, -1])),
-    "cycle": ("step.tree.parents", tree([1, 1], [2, 1], [-1, -1])),
-    "log-prob": ("step.tree.log_probs", tree([1], [0], [0.5])),
-    "nan": ("step.tree.log_probs", tree([1], [0], [float("nan")])),
-    "inf": ("step.tree.log_probs", tree([1], [0], [float("-inf")])),
-    "child-above-parent": ("step.tree.log_probs", tree([1, 1], [0, 1], [-2, -1])),
-    "too-deep": ("step.tree.parents", DraftTree.chain([1] * (MAX_TREE_DEPTH + 1), [-1.0] * (MAX_TREE_DEPTH + 1))),
-    "too-large": ("step.tree.tokens", tree([1] * 257, [0] * 257, [-1] * 257)),
-    "length-mismatch": ("step.tree", tree([1, 2], [0], [-1, -1])),
+    "step.tree.tokens": tree([VOCAB], [0], [-1]),
+    "step.tree.parents": tree([1, 1], [2, 1], [-1, -1]),
+    "step.tree.log_probs": tree([1], [0], [float("nan")]),
+    "step.tree": tree([1, 2], [0], [-1, -1]),
 }
 
 
-@pytest.mark.parametrize("named", BAD_OPENS)
-async def test_a_bad_opening_is_refused_by_field(verifier: Service, named: str) -> None:
+async def test_a_bad_opening_is_refused_by_field(verifier: Service) -> None:
     async with connected(verifier) as stub:
-        with pytest.raises(InvalidField, match=rf"^{named}"):
-            await Client(stub, **BAD_OPENS[named]).open()
+        for field, changes in BAD_OPENS.items():
+            with pytest.raises(InvalidField, match=rf"^{field}"):
+                await Client(stub, **changes).open()
 
 
 async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
     async with connected(verifier) as stub:
         other = Client(stub, "other")
         await other.open()
-        for reason, (field, bad) in BAD_TREES.items():
-            client = Client(stub, reason)
+        for field, bad in BAD_TREES.items():
+            client = Client(stub, field)
             await client.open()
             with pytest.raises(InvalidField, match=rf"^{field}: "):
                 await client.verify(bad)

@@ -1,0 +1,405 @@
+"""Heads behind an orchestrator: they get features, move, are left alone when late, and are told what they miss.
+
+Drafters run in this process, verifiers and orchestrators in their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from coppice.client.client import AsyncClient
+from coppice.errors import CoppiceError, InvalidField, Overloaded
+from coppice.heads.base import DraftJob, Growth
+from coppice.rpc.channels import Dialer
+from coppice.signals.records import demand_key
+from coppice.speculation.tree import DraftTree
+from coppice.stack.redis_server import LocalRedis
+from coppice.telemetry import OrchestratorMetrics, metric, scrape
+from coppice.wire.drafter import OpenDraft
+from coppice.wire.generation import Chunk
+from orchestrator.heads import HeadPool, feature_layers, own_rejection
+from tests.followed import IDS, WINDOW, StartService, model, start_verifier, target, truth, verifier
+from tests.processes import Service, until
+from tests.recorder import LAYERS, Recorder, drafter_of
+from tests.reference import make_tree
+from tests.signals import counts, eventually, queries
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB
+
+__all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
+MANY = tuple(range(20, 36))
+
+
+@dataclass
+class Pipeline:
+    """A client of an orchestrator, and the page of its metrics."""
+
+    client: AsyncClient
+    service: Service
+
+    async def ids(self, prompt: Sequence[int], policy: str, count: int) -> list[int]:
+        """The first ids of an answer."""
+        return list((await self.client.generate(prompt, policy=policy, max_new_tokens=count, ignore_eos=True)).ids)
+
+    async def metric(self, name: str) -> float:
+        """A counter or gauge by its name."""
+        return await asyncio.to_thread(metric, self.service.metrics, name)
+
+
+@asynccontextmanager
+async def pipeline(
+    start_service: StartService, verifier: Service, deadline_ms: int = 2000, *flags: str, **heads: Any
+) -> AsyncIterator[Pipeline]:
+    """An orchestrator process over drafters by the names of their pools; the test's loop runs while it starts."""
+    flags = ("--orchestrator.verifiers", verifier.address, "--orchestrator.draft_deadline_ms", f"{deadline_ms}", *flags)
+    for name, drafters in heads.items():
+        for drafter in drafters if isinstance(drafters, tuple) else (drafters,):
+            flags = (*flags, "--orchestrator.heads", f"{name}={drafter.address}")
+    service = await asyncio.to_thread(start_service, "orchestrator", *flags)
+    async with AsyncClient(service.address) as client:
+        yield Pipeline(client, service)
+    await asyncio.to_thread(service.stop)
+
+
+@asynccontextmanager
+async def drafters_of(*heads: Recorder, ports: Sequence[int] = ()) -> AsyncIterator[list[Any]]:
+    """A drafter for each of the heads."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(drafter_of(head, port=port))
+            for head, port in zip_longest(heads, ports, fillvalue=0)
+        ]
+
+
+async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_own(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+) -> None:
+    heads = [Recorder(layers=layers, truth=truth) for layers in ((4,), (5, 0, 3, 1, 2), LAYERS, ())]
+    async with drafters_of(*heads) as (one, five, three, none):
+        named = {"one": one, "five": five, "three": three, "none": none}
+        async with pipeline(start_service, verifier, **named) as running:
+            options = {"max_new_tokens": 40, "ignore_eos": True}
+            for policy in ("merge", "route", "route:five/one", "auto", "single:five", "single:none", "plain"):
+                answer = await running.client.generate(IDS, policy=policy, **options)
+                assert list(answer.ids) == truth[len(IDS) :][:40]
+                assert policy == "auto" or (answer.tau > 2.5) == (policy != "plain"), policy
+            sampled = {"temperature": 1.0, "seed": 5, **options}
+            plain = await running.client.generate(IDS, policy="plain", **sampled)
+            assert (await running.client.generate(IDS, policy="merge", **sampled)).ids == plain.ids
+    for head, least in zip(heads, (3, 4, 2), strict=False):
+        assert len(head.seen) >= least
+        for seen in head.seen:
+            assert seen.features[0] is not None
+            seen.check(model, seen.features[0].start)
+    assert {features for seen in heads[-1].seen for features in seen.features} == {None}
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+async def text_of(client: AsyncClient, gate: threading.Event, policy: str = "single:reader") -> list[int]:
+    """440 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
+    ids: list[int] = []
+    async for event in client.stream(IDS, policy=policy, max_new_tokens=440, ignore_eos=True):
+        if isinstance(event, Chunk):
+            ids += event.ids
+        if len(ids) >= 30:
+            gate.set()
+    return ids
+
+
+@pytest.mark.parametrize(("policy", "breaks_at"), [("single:reader", 9), ("merge", 0)], ids=["drafting", "opening"])
+async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there_are(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int], breaks_at: int, policy: str
+) -> None:
+    breaking, whole = Recorder(truth=truth, breaks_at=breaks_at), Recorder(truth=truth)
+    other = Recorder(layers=(5, 3), truth=truth)
+    if breaks_at == 0:
+        breaking.gate.clear()
+    ports = sorted((free_port(), free_port()), key=str)  # the first session goes to the first address
+    async with (
+        drafters_of(breaking, whole, other, ports=ports) as (first, second, third),
+        pipeline(start_service, verifier, 200, reader=(first, second), other=third) as running,
+    ):
+        assert await text_of(running.client, breaking.gate, policy) == truth[len(IDS) :][:440]
+    seen = whole.seen[0]
+    opened = seen.features[0]
+    assert opened is not None
+    assert len(IDS) < opened.start + opened.count < len(seen.ids)
+    assert opened.count <= WINDOW
+    for broken in breaking.seen[:1]:
+        broken.check(model, len(IDS) - WINDOW)
+    seen.check(model, opened.start)
+    assert bool(other.seen) == (policy == "merge")  # once more where it was late
+    for beside in other.seen:
+        beside.check(model, len(IDS) - WINDOW)
+
+
+async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_once(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+) -> None:
+    port = free_port()
+    head = Recorder(truth=truth)
+    absent = SimpleNamespace(address=f"127.0.0.1:{port}")
+    async with (
+        pipeline(start_service, verifier, 200, reader=absent) as running,
+        drafter_of(head, port=port),
+    ):
+        await asyncio.sleep(2.5)  # it was not there when the orchestrator first asked
+        head.gate.clear()
+        assert await text_of(running.client, head.gate) == truth[len(IDS) :][:440]
+    for seen in head.seen:
+        assert seen.features[0] is not None
+        seen.check(model, seen.features[0].start)
+    assert head.seen[0].features[1].count > 4
+
+
+async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused_where_that_is_known(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    heads = [Recorder(layers=layers) for layers in ((1, 2, 5), (3, 2, 1), (), MANY)]
+    async with drafters_of(*heads) as drafters:
+        metrics, gone = OrchestratorMetrics(), SimpleNamespace(address="127.0.0.1:1")
+        named = dict(zip(("one", "two", "none", "many", "gone"), (*drafters, gone), strict=True))
+        pools = {name: HeadPool(name, [at.address], Dialer(), metrics, 40) for name, at in named.items()}
+        assert await feature_layers([], "policy") == ()
+        assert await feature_layers([pools["none"], pools["gone"]], "policy") == ()
+        assert await feature_layers([pools["none"], pools["two"], pools["gone"]], "policy") == (3, 2, 1)
+        assert (pools["gone"].feature_layers, pools["gone"].pick()) == (None, None)
+        assert await feature_layers([pools["one"], pools["none"], pools["two"]], "policy") == (1, 2, 5, 3)
+        assert await feature_layers([pools["many"]], "policy") == MANY
+        with pytest.raises(InvalidField, match=r"policy: .* more than 16 layers: one \(1, 2, 5\), many \(20, 21, "):
+            await feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
+        deep = make_target(tmp_path / "deep", VOCAB, layers=40, tokenizer=False)
+        flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
+        verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
+        with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
+            async with pipeline(start_service, verifier, one=named["one"], many=named["many"]):
+                pass
+
+
+async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> None:
+    head = Recorder()
+    head.description = replace(head.description, vocab_size=96, tokenizer_hash=b"a" * 32)
+    async with drafter_of(head) as one:
+        metrics = OrchestratorMetrics()
+        fits = HeadPool("fits", [one.address], Dialer(), metrics, 6, 96, b"a" * 32)
+        other = HeadPool("other", [one.address], Dialer(), metrics, 6, 300)
+        strange = HeadPool("strange", [one.address], Dialer(), metrics, 6, 96, b"b" * 32)
+        for _ in range(3):
+            for pool in (fits, other, strange):
+                for replica in pool.replicas:
+                    await pool.look(replica)
+        assert fits.pick() is not None
+        assert other.pick() is None
+        assert [replica.unfit for replica in other.replicas] == ["it has a vocabulary of 96 ids, the target one of 300"]
+        assert [replica.unfit for replica in strange.replicas] == ["its tokenizer is not the target's"]
+        assert metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "other"}) == 1
+        assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})
+
+
+async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_one_does_not(
+    start_service: StartService, verifier: Service, truth: list[int]
+) -> None:
+    honest, wrong, useless = (Recorder(layers=(), truth=text) for text in (truth, *[[0] * len(truth)] * 2))
+    for head in (honest, wrong):
+        head.description = replace(head.description, expected_acceptance=(0.75, 0.5))
+    useless.description = replace(useless.description, vocab_size=VOCAB)  # and nobody measured it
+    async with (
+        drafters_of(honest, wrong, useless) as (first, second, third),
+        pipeline(start_service, verifier, honest=first, wrong=second, useless=third) as running,
+    ):
+        for policy in ("single:honest", "single:wrong"):
+            assert await running.ids(IDS, policy, 60) == truth[len(IDS) :][:60]
+        await asyncio.gather(*(running.ids(IDS, "single:useless", 250) for _ in range(2)))
+        samples = await asyncio.to_thread(scrape, running.service.metrics)
+    suspects = {sample.labels["head"]: sample.value for sample in samples if sample.name == "coppice_head_suspect"}
+    assert suspects == {"honest": 0, "wrong": 1, "useless": 1}
+
+
+# Moves.
+
+SESSIONS = 7
+LONG = 300
+
+
+class Slow(Recorder):
+    """Takes its time over every draft until told to `hurry`."""
+
+    hurry = threading.Event()
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        if not self.hurry.is_set():
+            time.sleep(0.15)
+        yield from super().draft(jobs)
+
+
+async def test_sessions_move_to_a_drafter_that_comes(
+    start_service: StartService, verifier: Service, truth: list[int]
+) -> None:
+    port, old, new = free_port(), Slow(truth=truth), Slow(truth=truth)
+    coming = SimpleNamespace(address=f"127.0.0.1:{port}")
+    async with drafter_of(old) as drafter, pipeline(start_service, verifier, slow=(drafter, coming)) as running:
+        answers = [asyncio.create_task(running.ids(IDS, "single:slow", LONG)) for _ in range(SESSIONS)]
+        await until(lambda: len(old.open_sessions) == SESSIONS)
+        async with drafter_of(new, port=port):
+            await until(lambda: {len(old.open_sessions), len(new.open_sessions)} == {3, 4})
+            Slow.hurry.set()
+            assert await asyncio.gather(*answers) == [truth[len(IDS) :][:LONG]] * SESSIONS
+        assert await running.metric("coppice_heads_benched_total") <= 1
+
+
+# Heads that are late, or refuse a text.
+
+NEW = 40
+
+
+class Erratic(Recorder):
+    """Late at every fourth step."""
+
+    LATE_S = 0.14
+    steps = 0
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        self.steps += 1
+        if self.steps % 4 == 0:
+            time.sleep(self.LATE_S)
+        yield from super().draft(jobs)
+
+
+async def test_a_drafter_that_is_late_now_and_then_is_left_alone(
+    start_service: StartService, verifier: Service, truth: list[int]
+) -> None:
+    head = Erratic(layers=(), truth=truth)
+    async with drafter_of(head) as drafter, pipeline(start_service, verifier, 100, erratic=drafter) as running:
+        answer = await running.client.generate(IDS, policy="single:erratic", max_new_tokens=NEW, ignore_eos=True)
+        assert list(answer.ids) == truth[len(IDS) :][:NEW]
+        assert 2 <= answer.late_drafts <= 4
+        assert await running.metric("coppice_heads_benched_total") == 1
+
+
+class Picky(Recorder):
+    """Has no room for long texts."""
+
+    def __init__(self, refusal: CoppiceError, truth: list[int]) -> None:
+        super().__init__(layers=(), truth=truth)
+        self.refusal, self.refused = refusal, 0
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        if len(opening.ids) > len(IDS):
+            self.refused += 1
+            raise self.refusal
+        yield from super().open(key, opening)
+
+
+@pytest.mark.parametrize("refusal", [InvalidField("open.ids", "are too many"), Overloaded("no room for the text")])
+async def test_a_text_that_a_drafter_refuses_costs_no_other_text_its_drafts(
+    start_service: StartService, verifier: Service, truth: list[int], refusal: CoppiceError
+) -> None:
+    head, long = Picky(refusal, truth), truth[: len(IDS) + 20]
+    async with drafter_of(head) as drafter, pipeline(start_service, verifier, picky=drafter) as running:
+
+        async def tau(prompt: list[int]) -> float:
+            told = {"policy": "single:picky", "max_new_tokens": NEW, "ignore_eos": True}
+            answer = await running.client.generate(prompt, **told)
+            assert list(answer.ids) == truth[len(prompt) :][:NEW]
+            return answer.tau
+
+        alone = await tau(IDS)
+        assert alone > 2
+        for _ in range(3):
+            assert await tau(long) == 1
+            assert await tau(IDS) == alone
+        assert head.refused >= 3
+        assert await running.metric("coppice_heads_benched_total") == 0
+
+
+# What a head is told of its misses.
+
+SOME = 30
+
+
+class Wrong(Recorder):
+    """Drafts one right token and behind it two wrong ones."""
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield [Growth(at, self._tree(job), True) for at, job in enumerate(jobs)]
+
+    def _tree(self, job: DraftJob) -> DraftTree:
+        if not job.budget or job.committed_len + 3 > len(self.truth):
+            return DraftTree.empty()
+        right, second = self.truth[job.committed_len + 1 : job.committed_len + 3]
+        return make_tree([(right, 0, -0.1), ((second + 1) % 96, 1, -0.2), ((second + 2) % 96, 1, -0.3)])
+
+
+async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
+    start_service: StartService, verifier: Service, truth: list[int]
+) -> None:
+    head, blind = Wrong(truth=truth), Wrong(layers=(), truth=truth)
+    text = truth[len(IDS) :][:SOME]
+    with LocalRedis() as redis:
+        client = Redis.from_url(redis.url)
+        async with drafters_of(head, blind) as (first, second):
+            named = {"reader": first, "other": second}
+            async with pipeline(start_service, verifier, **named) as off:
+                assert await off.ids(IDS, "single:reader", SOME) == text
+                assert (head.seen[0].wants_misses, head.seen[0].rejections) == (False, [])
+                assert counts(off.service.metrics).produced == 0
+            for name in named:
+                client.set(demand_key(name), "misses")
+            async with pipeline(start_service, verifier, 2000, "--adaptation.redis", redis.url, **named) as on:
+                await asyncio.sleep(0.5)  # it has heard what is wanted
+                assert await on.ids(IDS, "single:reader", SOME) == text
+                assert await asyncio.to_thread(eventually, lambda: len(queries(client, "reader")) == 1)
+                (record,) = queries(client, "reader")
+                assert (record.s, record.new_tokens) == (0.0, SOME)  # this head knows no misses
+                assert await on.ids(IDS, "single:other", SOME) == text
+    seen = head.seen[1]
+    assert seen.wants_misses
+    # A step commits the root and one accepted token: a rejection at every second position, told with the next step.
+    wanted = list(range(len(IDS) + 2, len(IDS) + SOME - 1, 2))
+    assert [one.position for one in seen.rejections] == wanted
+    assert all((each.parent, each.target_id) == (1, truth[each.position]) for each in seen.rejections)
+    assert [(one.wants_misses, one.rejections) for one in blind.seen] == [(False, [])]
+
+
+TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 3, -0.4)])  # 1 -> 3 -> 4, and 2
+
+
+@pytest.mark.parametrize(
+    ("offered", "expected"),
+    [
+        ([9], (10, 0, 9)),
+        ([1, 9], (11, 1, 9)),
+        ([1, 3, 9, 8], (12, 3, 9)),
+        ([1, 3, 4, 9], None),  # all of it was accepted
+        ([2, 9], None),  # as far as this branch goes
+        ([1, 3], None),  # the text ended inside the tree
+        ([], None),
+    ],
+)
+def test_a_head_misses_first_where_it_has_children_and_none_is_the_targets(
+    offered: list[int], expected: tuple[int, int, int] | None
+) -> None:
+    found = own_rejection(TREE, 10, offered)
+    assert (found and (found.position, found.parent, found.target_id)) == expected
+
+
+def test_an_empty_tree_misses_nothing() -> None:
+    assert own_rejection(DraftTree.empty(), 10, [1, 2]) is None
