@@ -9,11 +9,12 @@ attention nothing).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,19 +61,29 @@ class Attention(Protocol):
         """
 
 
-class Part(Attention, Protocol):
-    """Some sessions of a forward, which attend by themselves."""
-
-    @property
-    def count(self) -> int:
-        """Its rows."""
+S = TypeVar("S")
 
 
-class Parts:
-    """Parts that attend one by one, in the order of the rows."""
+def in_groups(
+    sessions: Sequence[S], counts: Sequence[int], most: int, make: Callable[[Sequence[S]], Attention]
+) -> Attention:
+    """Sessions that attend at once, but those of more than `most` rows alone: others would be padded to them.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts, self._counts = parts, [part.count for part in parts]
+    counts: their rows. make: how a group attends.
+    """
+    if len(sessions) == 1 or max(counts) <= most:
+        return make(sessions)
+    alone = [number if count > most else -1 for number, count in enumerate(counts)]
+    groups = [list(numbers) for _, numbers in groupby(range(len(counts)), alone.__getitem__)]
+    parts = [make([sessions[number] for number in numbers]) for numbers in groups]
+    return _Parts(parts, [sum([counts[number] for number in numbers]) for numbers in groups])
+
+
+class _Parts:
+    """Groups of sessions that attend one by one, in the order of the rows."""
+
+    def __init__(self, parts: Sequence[Attention], counts: Sequence[int]) -> None:
+        self._parts, self._counts = parts, counts
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attention.attend."""

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coppice.engine.attention import Attention, Layer, Parts
+from coppice.engine.attention import Attention, Layer, in_groups
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.modules import derived
-from coppice.engine.rows import Bools, Ints, Tail, reach
+from coppice.engine.rows import Bools, Ints, Tail, cutting
 from coppice.engine.sdpa import MOST_PADDED
 
 SEGMENT = 128
@@ -144,10 +143,8 @@ def tiles_of(tail: Tail) -> Iterator[Tile]:
 def ordered(tails: Sequence[Tail], pool: KVPool) -> Attention:
     """How the rows of one forward attend."""
     tiles = [tile for tail in tails for tile in tiles_of(tail)]
-    # Others would be padded to a tile of many rows.
-    groups = groupby(tiles, lambda tile: id(tile) if len(tile.length) > MOST_PADDED else None)
-    parts = [Ordered(list(some), tails, pool) for _, some in groups]
-    return parts[0] if len(parts) == 1 else Parts(parts)
+    counts = [len(tile.length) for tile in tiles]
+    return in_groups(tiles, counts, MOST_PADDED, lambda some: Ordered(some, tails, pool))
 
 
 class Ordered:
@@ -155,27 +152,18 @@ class Ordered:
 
     def __init__(self, tiles: Sequence[Tile], tails: Sequence[Tail], pool: KVPool) -> None:
         self._tiles, self._tails, self._pool = tiles, tails, pool
-        self.count = sum(len(tile.length) for tile in tiles)
-        self._plans: dict[tuple[int | None, int, int, int, int], _Plan] = {}
+        self._plans: dict[tuple[int | None, ...], _Plan] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
-        plan = self._plans.get((layer.window, heads, kv_heads, dim, value_dim))
-        if plan is None:
-            plan = self._plan(layer.window, heads, kv_heads, dim, value_dim)
+        kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
+        if (plan := self._plans.get(kind)) is None:
+            window, *sizes = kind
+            cut = cutting(window, self._tails)
+            plan = self._plans.get((cut, *sizes)) or _Plan(self._tiles, self._pool, cut, *sizes)
+            self._plans[kind] = self._plans[(cut, *sizes)] = plan
         return plan.attend(layer, query, key, value)
-
-    def _plan(self, window: int | None, *sizes: int) -> _Plan:
-        # A window that cuts nothing off is none.
-        cut = None if window is None or window >= reach(self._tails) else window
-        heads, kv_heads, dim, value_dim = sizes
-        plan = self._plans.get((cut, heads, kv_heads, dim, value_dim))
-        if plan is None:
-            plan = _Plan(self._tiles, self._pool, cut, heads // kv_heads, kv_heads, dim, value_dim)
-        for key in (cut, window):
-            self._plans[key, heads, kv_heads, dim, value_dim] = plan
-        return plan
 
 
 class _Plan:

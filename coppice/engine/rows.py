@@ -73,9 +73,12 @@ class Tail:
         return seen
 
 
-def reach(tails: Sequence[Tail]) -> int:
-    """How many positions a window has at least that hides nothing from any row."""
-    return max(int(tail.positions[-len(tail.visible) :].max()) for tail in tails if tail.positions is not None) + 1
+def cutting(window: int | None, tails: Sequence[Tail]) -> int | None:
+    """The window; None where it hides nothing from any row."""
+    if window is None:
+        return None
+    last = max(int(tail.positions[-len(tail.visible) :].max()) for tail in tails if tail.positions is not None)
+    return window if window <= last else None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Scores are summed in the order that is fastest, which depends on what is beside 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -14,20 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.engine.attention import Attention, Layer, Parts
+from coppice.engine.attention import Attention, Layer, in_groups
 from coppice.engine.kv_cache import KVPool
-from coppice.engine.rows import Bools, Ints, Tail, reach
+from coppice.engine.rows import Bools, Ints, Tail, cutting
 
 MOST_PADDED = 64
 """rows up to which, and up to twice the fewest, sessions are padded to each other: a prompt's chunk has more"""
 
 
 def sdpa(tails: Sequence[Tail], pool: KVPool) -> Attention:
-    """How the rows of one forward attend. Sessions of so many rows that others would be padded to them do so alone."""
-    most = max(MOST_PADDED, 2 * min([len(tail.visible) for tail in tails]))
-    groups = groupby(tails, lambda tail: id(tail) if len(tail.visible) > most else None)
-    parts = [Sdpa(list(some), pool) for _, some in groups]
-    return parts[0] if len(parts) == 1 else Parts(parts)
+    """How the rows of one forward attend."""
+    counts = [len(tail.visible) for tail in tails]
+    return in_groups(tails, counts, max(MOST_PADDED, 2 * min(counts)), lambda some: Sdpa(some, pool))
 
 
 class _Seen(NamedTuple):
@@ -55,8 +52,8 @@ class Sdpa:
         self._viewed = len(tails) == 1 and tails[0].table.consecutive
         if self._viewed:
             (tail,) = tails
-            self.count, self._start = len(tail.visible), int(tail.table.blocks[0]) * pool.block_size
-            self._written = pool.read(self._start + tail.length - self.count, self.count)
+            count, self._start = len(tail.visible), int(tail.table.blocks[0]) * pool.block_size
+            self._written = pool.read(self._start + tail.length - count, count)
         else:
             self._gather(tails)
 
@@ -71,10 +68,9 @@ class Sdpa:
         session = np.repeat(np.arange(len(counts)), counts)  # (T,)
         row = np.arange(len(session)) - first[session]  # (T,) inside its session
         key_slots = np.stack([tail.table.slots(keys[s]) for s, tail in enumerate(tails)])
-        self.count = len(session)
         self._new_slots = self._index(key_slots[session, (lengths - counts)[session] + row])
         self._key_slots = self._index(key_slots)
-        if most_rows * len(counts) != self.count:
+        if most_rows * len(counts) != len(session):
             self._padded_rows = self._index(first[:, None] + self._local)
             self._row_places = self._index(session * most_rows + row)  # (T,) the place of each row
 
@@ -111,8 +107,7 @@ class Sdpa:
         return out if self._padded_rows is None else out.index_select(1, self._row_places)
 
     def _see(self, window: int | None, group: int) -> _Seen:
-        # A window that cuts nothing off is none, and shares its mask.
-        cut = None if window is None or window >= reach(self._tails) else window
+        cut = cutting(window, self._tails)  # layers whose windows hide nothing share a mask
         seen = self._seen.get((cut, group)) or (self._view(cut, group) if self._viewed else self._pad(cut, group))
         self._seen[cut, group] = self._seen[window, group] = seen
         return seen
