@@ -22,7 +22,6 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GptOssConfig,
-    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PhimoeConfig,
@@ -32,12 +31,16 @@ from transformers import (
     StableLmConfig,
 )
 
+from coppice.engine import modules, steps
 from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import Earlier, Piece, pack
 from coppice.engine.sdpa import sdpa
+from coppice.engine.steps import Steps, TappedModel
+from tests.kernels import rotate, tree_attention
 from tests.reference import check_pool
 
 VOCAB = 150
@@ -88,7 +91,8 @@ FORMS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_dense_layers=1, sliding_window=7, global_attn_every_n_layers=3,
     ),
 }  # fmt: skip
-WINDOWED = ("mistral-window", "gemma2", "phimoe", "gpt-oss", "afmoe")
+MODELS = (*CONFIGS, *TACITURN, *FORMS)
+BACKENDS = ("sdpa", "ordered", "steps")
 
 
 @cache
@@ -101,13 +105,23 @@ def model_of(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def engine_of(name: str, kv_tokens: int = 2048, **settings: Any) -> Engine:
-    return Engine(copy.deepcopy(model_of(name)), kv_tokens=kv_tokens, block_size=8, **settings)
+def engine_of(name: str, backend: str = "sdpa", kv_tokens: int = 2048, **settings: Any) -> Engine:
+    """By `steps` it runs as on a device, the kernels' rules in torch in place of the kernels: see `kernel_rules`."""
+    model = copy.deepcopy(model_of(name))
+    if backend == "steps":
+        fuse(model, packed=False)
+        merge_launches(model)
+    engine = Engine(model, kv_tokens=kv_tokens, block_size=8, invariant=backend == "ordered", **settings)
+    if backend == "steps":
+        engine.steps = Steps(TappedModel(model, engine.info.layers), engine.pool, engine.layout.group)
+    return engine
 
 
-@pytest.fixture(params=[*CONFIGS, *TACITURN, *FORMS])
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture
+def kernel_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' rules in torch in place of the kernels."""
+    monkeypatch.setattr(steps, "tree_attention", tree_attention)
+    monkeypatch.setattr(modules, "rotate", rotate)
 
 
 def some_ids(count: int, seed: int = 0) -> list[int]:
@@ -130,12 +144,12 @@ def prefill(engine: Engine, session: str, ids: list[int], chunk: int = 1000) -> 
 
 
 class Tree:
-    """A random tree of n rows; every row hangs below any earlier one."""
+    """A random tree of n rows; every row hangs below one of `reach` earlier ones."""
 
-    def __init__(self, rows: int, seed: int) -> None:
+    def __init__(self, rows: int, seed: int, reach: int = 4) -> None:
         choose = random.Random(seed)
         self.tokens = some_ids(rows, seed)
-        self.parents = [-1] + [choose.randrange(max(0, row - 4), row) for row in range(1, rows)]
+        self.parents = [-1] + [choose.randrange(max(0, row - reach), row) for row in range(1, rows)]
         self.depths = [len(self.path(row)) - 1 for row in range(rows)]
 
     def path(self, row: int) -> list[int]:
@@ -154,83 +168,48 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     assert actual.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
-def test_chunked_prefill_and_steps_spell_what_generate_spells(name: str) -> None:
-    prompt, count = some_ids(37), 30
-    expected = model_of(name).generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)[0].tolist()
-
-    engine = engine_of(name)
-    table, logits = prefill(engine, "a", prompt, chunk=10)
-    ids = [*prompt, int(logits.argmax())]
-    while len(ids) < len(expected):
-        engine.pool.extend(table, len(ids))
-        logits = engine.forward(pack([Piece.chain(table, len(ids) - 1, ids[-1:], [0])])).logits
-        ids.append(int(logits[0].argmax()))
-    assert ids == expected
+def check_rows(logits: Tensor, name: str, texts: list[list[int]]) -> None:
+    """Rows say what plain forwards of their whole texts say."""
+    assert_same(logits, torch.stack([plain_logits(name, text)[-1] for text in texts]))
 
 
-@pytest.mark.parametrize("prefix_len", [1, 40])
-def test_every_row_of_a_tree_equals_a_plain_forward_of_its_path(name: str, prefix_len: int) -> None:
-    prefix, tree = some_ids(prefix_len), Tree(14, seed=prefix_len)
-    engine = engine_of(name)
-    table, _ = prefill(engine, "a", prefix)
-    logits = engine.forward(pack([tree.piece(engine, table, prefix_len)])).logits
-    for row in range(14):
-        assert_same(logits[row], plain_logits(name, prefix + tree.text(row))[-1])
-
-
-@pytest.mark.parametrize("sessions", [2, 8])
-def test_sessions_of_different_lengths_packed_say_what_they_say_alone(name: str, sessions: int) -> None:
-    lengths = [5, 61, 17, 1, 33, 8, 24, 40][:sessions]
-    trees = [Tree(1 + 3 * s, seed=s) for s in range(sessions)]
-    engine = engine_of(name)
-    tables = [prefill(engine, f"s{s}", some_ids(length, s))[0] for s, length in enumerate(lengths)]
-    pieces = [tree.piece(engine, table, n) for tree, table, n in zip(trees, tables, lengths, strict=True)]
-    alone = [engine.forward(pack([piece])).logits for piece in pieces]
-    assert_same(engine.forward(pack(pieces)).logits, torch.cat(alone))
-    assert_same(engine.forward(pack(pieces[::-1])).logits, torch.cat(alone[::-1]))
-
-
-@pytest.mark.parametrize("chunk", [50, 70])
-@pytest.mark.parametrize("scattered", [False, True])
-def test_a_prefill_packed_among_trees_changes_none(chunk: int, scattered: bool) -> None:
-    engine, trees, text = engine_of("gemma2"), [Tree(rows, seed=rows) for rows in (9, 4, 5)], some_ids(chunk, 7)
-    tables = [prefill(engine, f"s{number}", some_ids(20, number))[0] for number in range(3)]
-    other = engine.pool.allocate("b", chunk)
-    if scattered:
-        force_scattered(engine, other)
-    first, *others = (tree.piece(engine, table, 20) for tree, table in zip(trees, tables, strict=True))
-    batch = pack([first, Piece.chain(other, 0, text, [chunk - 1]), *others])
-    of_first, of_prefill, *of_others = engine.forward(batch).logits.split([9, 1, 4, 5])
-    assert_same(of_prefill[0], plain_logits("gemma2", text)[-1])
-    for number, (tree, logits) in enumerate(zip(trees, (of_first, *of_others), strict=True)):
-        for row, answer in enumerate(logits):
-            assert_same(answer, plain_logits("gemma2", some_ids(20, number) + tree.text(row))[-1])
-
-
-@pytest.mark.parametrize("scattered", [False, True])
-def test_after_compaction_a_session_goes_on_as_if_it_were_fresh(name: str, scattered: bool) -> None:
-    engine = engine_of(name)
-    committed, seed = some_ids(11), 0
-    table, _ = prefill(engine, "a", committed)
-    if scattered:
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_say_what_plain_forwards_of_their_texts_say(backend: str, name: str, kernel_rules: None) -> None:
+    """Sessions of several lengths, some in scattered blocks: trees, chains longer than windows and plain steps, alone
+    and beside a prompt's chunk, before and after the KV of accepted paths was moved.
+    """
+    engine, texts = engine_of(name, backend), [some_ids(length, length) for length in (61, 5, 17, 1)]
+    tables = []
+    for number, text in enumerate(texts):
+        table, logits = prefill(engine, f"s{number}", text, chunk=10)
+        check_rows(logits[None], name, [text])
+        tables.append(table)
+    for table in tables[::2]:
         force_scattered(engine, table)
-    for seed in range(6):
-        tree = Tree(12, seed)
-        engine.forward(pack([tree.piece(engine, table, len(committed))]))
-        path = tree.path(11 if seed % 2 else 3)
-        engine.pool.compact([(table, len(committed), path)])
-        committed += [tree.tokens[row] for row in path]
-        assert table.num_tokens == len(committed)
-    step = Tree(1, seed=99)
-    logits = engine.forward(pack([step.piece(engine, table, len(committed))])).logits
-    assert table.consecutive is not scattered
-    assert_same(logits[0], plain_logits(name, committed + step.tokens)[-1])
+    for seed in range(2):
+        trees = [Tree(14, seed), Tree(1, 9 + seed), Tree(20, seed, reach=1), Tree(6, 5 + seed)]
+        lengths = [len(text) for text in texts]
+        pieces = [tree.piece(engine, *place) for tree, *place in zip(trees, tables, lengths, strict=True)]
+        paths = [
+            [text + tree.text(row) for row in range(len(tree.tokens))] for tree, text in zip(trees, texts, strict=True)
+        ]
+        check_rows(engine.forward(pack(pieces[:1])).logits, name, paths[0])
+        prompt = some_ids(70, 40 + seed)
+        chunk = Piece.chain(engine.pool.allocate(f"p{seed}", 70), 0, prompt, [69])
+        beside = engine.forward(pack([*pieces[:2], chunk, *pieces[2:]])).logits
+        check_rows(beside, name, [*paths[0], *paths[1], prompt, *paths[2], *paths[3]])
+        kept = [tree.path(len(tree.tokens) - 1) for tree in trees]
+        engine.pool.compact(zip(tables, lengths, kept, strict=True))
+        texts = [path[-1] for path in paths]
+        assert [table.num_tokens for table in tables] == [*map(len, texts)]
+    assert [table.consecutive for table in tables[::2]] == [False, False]
 
 
 def force_scattered(engine: Engine, table: BlockTable) -> None:
     """Have another session take the block right after the session's, so that it must grow elsewhere."""
     pool = engine.pool
-    others = [pool.allocate(f"other {n}", 1) for n in range(pool.num_blocks - pool.used_blocks)]
+    others = [pool.allocate(f"other {table.session} {n}", 1) for n in range(pool.num_blocks - pool.used_blocks)]
     for other in others:
         if other.blocks[0] != table.blocks[-1] + 1:
             pool.free(other)
@@ -241,10 +220,10 @@ class Levels:
     """A random tree below a prefix, one level a forward; rows lie behind the prefix in the order of their levels."""
 
     def __init__(self, engine: Engine, name: str, prefix: list[int], seed: int) -> None:
-        self.tree, self.prefix = Tree(12, seed), prefix
+        self.tree, self.prefix = Tree(20, seed, reach=2), prefix
         self.table: BlockTable = prefill(engine, name, prefix)[0]
-        engine.pool.extend(self.table, len(prefix) + 12)
-        order = sorted(range(12), key=lambda row: self.tree.depths[row])
+        engine.pool.extend(self.table, len(prefix) + 20)
+        order = sorted(range(20), key=lambda row: self.tree.depths[row])
         self.place = {row: place for place, row in enumerate(order)}
         self.levels = [
             [row for row in order if self.tree.depths[row] == depth] for depth in sorted(set(self.tree.depths))
@@ -269,58 +248,23 @@ class Levels:
         return torch.stack([plain_logits(name, self.prefix + self.tree.text(row))[-1] for row in self.levels[level]])
 
 
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
-def test_levels_of_a_tree_say_what_plain_forwards_of_their_paths_say(name: str, scattered: bool) -> None:
-    """A level a forward: of one session, then of several packed."""
-    engine = engine_of(name)
+def test_levels_of_a_tree_say_what_plain_forwards_of_their_paths_say(
+    name: str, backend: str, kernel_rules: None
+) -> None:
+    """A level a forward: of one session in scattered blocks, then of several packed; paths are longer than windows."""
+    engine = engine_of(name, backend)
     grown, *others = (
         Levels(engine, f"s{seed}", some_ids(length, seed), seed) for seed, length in ((7, 20), (0, 3), (1, 40))
     )
-    if scattered:
-        force_scattered(engine, grown.table)
-    assert len(grown.levels) > 3
+    force_scattered(engine, grown.table)
+    assert len(grown.levels) > 9
     for level in range(len(grown.levels)):
         assert_same(engine.forward(pack([grown.piece(level)])).logits, grown.expected(name, level))
         packed = [grown, *(other for other in others if level < len(other.levels))]
         logits = engine.forward(pack([levels.piece(level) for levels in packed])).logits
         assert_same(logits, torch.cat([levels.expected(name, level) for levels in packed]))
-
-
-def test_a_window_reaches_over_the_trees_own_levels() -> None:
-    """A chain longer than the window: its end sees neither the prefix nor the first levels."""
-    name, window = "mistral-window", 7
-    engine, prefix, chain = engine_of(name), some_ids(10), some_ids(2 * window, 3)
-    table, _ = prefill(engine, "a", prefix)
-    engine.pool.extend(table, len(prefix) + len(chain))
-    for depth, token in enumerate(chain):
-        earlier = Earlier(np.ones((1, depth), np.bool_), len(prefix) + np.arange(depth))
-        logits = engine.forward(pack([Piece(table, len(prefix), [token], [-1], [depth], [0], earlier)])).logits
-        assert_same(logits[0], plain_logits(name, prefix + chain[: depth + 1])[-1])
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_bounds_what_a_row_sees(name: str) -> None:
-    engine = engine_of(name)
-    window = min(w for w in engine.layout.windows if w is not None)
-    prefix, tree = some_ids(4 * window), Tree(3 * window, seed=5)
-    table, _ = prefill(engine, "a", prefix, chunk=window + 2)
-    piece = tree.piece(engine, table, len(prefix))
-    logits = engine.forward(pack([piece])).logits
-    deepest = tree.depths.index(max(tree.depths))
-    assert tree.depths[deepest] >= window
-    assert_same(logits[deepest], plain_logits(name, prefix + tree.text(deepest))[-1])
-    assert (logits[deepest] - plain_without_window(name, prefix + tree.text(deepest))[-1]).abs().max() > 1e-2
-
-
-def plain_without_window(name: str, ids: list[int]) -> Tensor:
-    model = copy.deepcopy(model_of(name))
-    model.config.sliding_window = 10_000
-    for module in model.modules():
-        if getattr(module, "sliding_window", None):
-            module.sliding_window = 10_000
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def test_only_the_rows_asked_for_have_logits() -> None:
@@ -332,15 +276,6 @@ def test_only_the_rows_asked_for_have_logits() -> None:
     torch.testing.assert_close(engine.forward(pack([some])).logits, every[[0, 3, 8]])
     none = Piece(table, 12, piece.tokens, piece.parents, piece.depths, [])
     assert engine.forward(pack([none])).logits.shape == (0, engine.info.vocab_size)
-
-
-def test_ancestors_are_those_a_walk_finds() -> None:
-    pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=512)
-    trees = [Tree(rows, seed=rows) for rows in (1, 30, 7, 64)]
-    batch = pack([Piece(pool.allocate(str(t), 1), 0, x.tokens, x.parents, x.depths, []) for t, x in enumerate(trees)])
-    for tail, tree in zip(batch.tails, trees, strict=True):
-        for row, seen in enumerate(tail.visible):
-            assert np.flatnonzero(seen).tolist() == tree.path(row)
 
 
 @pytest.mark.parametrize("layers", [(0,), (2, 3, 3), (1, 5)])
@@ -381,17 +316,6 @@ def test_an_unknown_attention_argument_is_refused() -> None:
             engine.model(input_ids=row, position_ids=row, use_cache=False, position_bias=torch.zeros(4))
         with pytest.raises(UnsupportedModel, match="causal"):
             engine.model(input_ids=row, position_ids=row, use_cache=False, is_causal=False)
-
-
-def test_models_that_would_be_served_wrong_are_refused_at_load() -> None:
-    chunks = Llama4TextConfig(**_SMALL, num_local_experts=4, attention_chunk_size=16)
-    with pytest.raises(UnsupportedModel):
-        Engine(AutoModelForCausalLM.from_config(chunks), kv_tokens=256)
-
-
-def test_packed_attention_outside_the_engine_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="inside"):
-        engine_of("llama").model(input_ids=torch.tensor([[5]]), use_cache=False)
 
 
 def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:

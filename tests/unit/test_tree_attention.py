@@ -109,8 +109,8 @@ KERNEL_CASES = {
     "a short window": (Shape(window=2), [(127, 6, 0)]),
     "a softcap and sinks": (Shape(softcap=2.0, sinks=True), [(61, 5, 0), (9, 3, 2)]),
     "odd heads": (Shape(6, KVShape(2, 20, 12)), [(70, 5, 0)]),
-    "more rows than a tile": (Shape(2, KVShape(1, 16, 16)), [(3, 1, 0), (40, 40, 0)]),
-    "a tile in cuts": (Shape(4, KVShape(2, 68, 12)), [(70, 40, 0)]),
+    "more rows than a tile": (Shape(8, KVShape(1, 16, 16)), [(3, 1, 0), (40, 10, 0)]),
+    "a tile in cuts": (Shape(8, KVShape(1, 68, 12)), [(70, 6, 0)]),
     "a split's border": (Shape(2, KVShape(1, 16, 16)), [(250, 9, 2)]),
 }
 
@@ -126,8 +126,7 @@ def test_a_drafted_row_is_bit_for_bit_a_plain_step(dtype: torch.dtype, prefix: i
     assert own_bits(tree_attention, Shape(dtype=dtype, window=window, sinks=True), prefix, 61, range(0, 61, 12))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("prefix", [60, 250])
+@pytest.mark.parametrize(("prefix", "dtype"), [(250, torch.float32), (60, torch.bfloat16)])
 def test_the_kernel_gives_a_drafted_row_the_bits_of_a_plain_step(
     dtype: torch.dtype, prefix: int, interpreter: ProcessPoolExecutor
 ) -> None:
