@@ -15,18 +15,18 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import grpc.aio
 import ray
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
 from coppice.config.sections import FEATURE_KINDS, HeadKind
-from coppice.config.settings import Settings, load_settings
+from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.access import is_loopback
 from coppice.rpc.channels import Dialer
@@ -45,48 +45,42 @@ _HEALTH_S, _ANSWER_S = 2.0, 5.0  # between two looks, and for an answer; Serve g
 _CALLS = 10_000  # under way in one ingress; how many may be is for orchestrators to say
 
 
-def _known(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same, when every section and name in it is a setting. What values are worth the service itself says."""
-    for section, values in sections.items():
-        field = Settings.model_fields.get(section)
-        if field is None:
-            raise ValueError(f"{section}: no such section of settings")
-        model: Any = field.annotation
-        if unknown := values.keys() - model.model_fields.keys():
-            raise ValueError(f"{section}.{min(unknown)}: no such setting")
-    return sections
+Orchestrator = tuple[GenerationServiceStub, list[tuple[str, str]]]
+"""its stub, and the metadata of a call"""
+Sections = dict[str, dict[str, Any]]
+"""Settings by section and name, as in a service's YAML file, which are checked when the application is built"""
 
 
-Sections = Annotated[dict[str, dict[str, Any]], AfterValidator(_known)]
-"""Settings by section and name, as in a service's YAML file"""
+class FrontDoor(BaseModel):
+    """The replicas of the ingress, which passes calls on to orchestrators."""
 
-
-class _Told(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    replicas: int | None = Field(None, ge=1, le=MAX_REPLICAS, description="how many; empty: 1, or as scaled")
+    ray_actor_options: dict[str, Any] = Field(
+        default_factory=dict, description="what Ray gives each replica: num_cpus, num_gpus, resources, runtime_env"
+    )
 
-class Pool(_Told):
+
+class Pool(FrontDoor):
     """The replicas of one deployment: a fixed number, or as many as their sessions ask for."""
 
-    replicas: int | None = Field(None, ge=1, le=MAX_REPLICAS, description="how many; empty: 1, or as scaled")
     min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="fewest, where max_replicas is given")
     max_replicas: int | None = Field(None, ge=1, le=MAX_REPLICAS, description="most; empty: the number is fixed")
     sessions_per_replica: float = Field(32.0, gt=0, description="sessions that a replica is meant to hold")
     upscale_delay_s: float = Field(10.0, ge=0, description="how long more replicas must be wanted, seconds")
     downscale_delay_s: float = Field(300.0, ge=0, description="how long fewer replicas must be wanted, seconds")
     look_back_s: float = Field(15.0, gt=10, description="time over which sessions are averaged, seconds")
-    ray_actor_options: dict[str, Any] = Field(
-        default_factory=dict, description="what Ray gives each replica: num_cpus, num_gpus, resources, runtime_env"
-    )
     settings: Sections = Field(default_factory=dict, description="settings of these replicas, over the common ones")
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        if self.max_replicas is None and "min_replicas" in self.model_fields_set:
-            raise ValueError("min_replicas: is of use with max_replicas only")
-        if self.max_replicas is not None and self.replicas is not None:
+        if self.max_replicas is None:
+            if "min_replicas" in self.model_fields_set:
+                raise ValueError("min_replicas: is of use with max_replicas only")
+        elif self.replicas is not None:
             raise ValueError("replicas: max_replicas says that the number is not fixed")
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+        elif self.max_replicas < self.min_replicas:
             raise ValueError("max_replicas: is below min_replicas")
         return self
 
@@ -105,15 +99,10 @@ class DrafterPool(Pool):
         return self
 
 
-class FrontDoor(_Told):
-    """The replicas of the ingress, which passes calls on to orchestrators."""
-
-    replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="how many")
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict, description="what Ray gives each replica")
-
-
-class Args(_Told):
+class Args(BaseModel):
     """What the application is told: `args` in a Serve config file. An unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(min_length=1, description="folder of the target, seen from the checkout")
     settings: Sections = Field(default_factory=dict, description="settings of every process; directory.redis is needed")
@@ -242,38 +231,31 @@ class Ingress:
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """As of the orchestrator."""
-        async with self._stub(grpc_context) as stub:
-            async for response in stub.Generate(request, metadata=_passed(grpc_context)):
+        async with self._orchestrator(grpc_context) as (stub, metadata):
+            async for response in stub.Generate(request, metadata=metadata):
                 yield response
 
     async def DescribeModel(
         self, request: generation_pb2.DescribeModelRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb2.DescribeModelResponse:
         """As of the orchestrator."""
-        async with self._stub(grpc_context) as stub:
-            response: generation_pb2.DescribeModelResponse = await stub.DescribeModel(
-                request, metadata=_passed(grpc_context)
-            )
-            return response
+        async with self._orchestrator(grpc_context) as (stub, metadata):
+            return await stub.DescribeModel(request, metadata=metadata)  # type: ignore[no-any-return]
 
     @contextlib.asynccontextmanager
-    async def _stub(self, grpc_context: RayServegRPCContext) -> AsyncIterator[GenerationServiceStub]:
-        """A call's orchestrator. What the call ends with becomes what the caller is told."""
+    async def _orchestrator(self, context: RayServegRPCContext) -> AsyncIterator[Orchestrator]:
+        """Pick an orchestrator for a call, with the caller's bearer token, and map its error for the caller."""
         address = await self._orchestrators.address.remote()
         channel = self._dialer.open(address)
         try:
-            yield GenerationServiceStub(channel)
+            passed = [(key, value) for key, value in context.invocation_metadata() if key == "authorization"]
+            yield GenerationServiceStub(channel), passed
         except grpc.aio.AioRpcError as error:
-            grpc_context.set_code(error.code())
-            grpc_context.set_details(error.details() or "")
+            context.set_code(error.code())
+            context.set_details(error.details() or "")
             raise CoppiceError(str(error.details())) from None  # one that another process can read
         finally:
             await channel.close()
-
-
-def _passed(context: RayServegRPCContext) -> list[tuple[str, str]]:
-    """The caller's bearer token, if it has one."""
-    return [(key, value) for key, value in context.invocation_metadata() if key == "authorization"]
 
 
 def _deployed(
@@ -342,7 +324,7 @@ def build(args: Args) -> serve.Application:
     orchestrators = _deployed("orchestrator", "orchestrator", args.orchestrator, args, told, {})
     door = serve.deployment(Ingress).options(
         name="ingress",
-        num_replicas=args.ingress.replicas,
+        num_replicas=args.ingress.replicas or 1,
         ray_actor_options=args.ingress.ray_actor_options,
         max_ongoing_requests=_CALLS,
         graceful_shutdown_timeout_s=load_settings([], args.settings).server.grace_s + _STOP_S,

@@ -78,14 +78,6 @@ def test_drafts_behind_the_texts_end_are_not_counted(client: Client) -> None:
     assert answer.rejected_prediction_tokens > 0  # they did not appear in the answer
 
 
-def test_a_resumed_answer_goes_on_in_its_prediction(client: Client) -> None:
-    whole = client.generate(PROMPTS[1], policy="plain", temperature=1.0, **TOLD).ids
-    told = {"policy": "single:lookup", "temperature": 1.0, "prediction": whole, **TOLD}
-    rest = client.generate(PROMPTS[1], resume_ids=whole[:50], **told)
-    assert rest.ids == whole[50:]
-    assert rest.tau > 5
-
-
 @pytest.mark.parametrize(("policy", "kinds"), [("plain", "none"), ("single:self", "lm")])
 def test_a_prediction_that_nobody_drafts_from_is_refused(client: Client, policy: str, kinds: str) -> None:
     with pytest.raises(InvalidField, match=f"prediction: .*lookup.*: {kinds}") as refused:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrator.auto import LEARN, RETRY, RUN, Rates, StepSeen, Text, arms_of
+from orchestrator.auto import LEARN, RETRY, RUN, Rates, StepSeen, Text
 from tests.worlds import TUNING, World, against, held_out, play
 
 PLAIN_STEP = StepSeen(0.013, 0.0, accepted=0)
@@ -39,13 +39,6 @@ def step_together(rates: Rates, texts: Sequence[Text], accepted: int, seconds: f
         seen = PLAIN_STEP if name == "plain" else drafting(accepted)
         rates.observe(text, seen if seconds is None or name == "plain" else replace(seen, seconds=seconds))
     return name
-
-
-def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
-    assert [arm.name for arm in arms_of(())] == ["plain"]
-    assert [arm.name for arm in arms_of(("a",))] == ["plain", "single:a"]
-    both = {arm.name: arm.heads for arm in arms_of(("a", "b"))}
-    assert both == {"plain": (), "single:a": (0,), "single:b": (1,), "route": (0, 1), "merge": (0, 1)}
 
 
 def test_a_head_that_pays_is_kept_and_one_that_does_not_is_left() -> None:
@@ -82,21 +75,6 @@ def test_all_sessions_play_one_arm_and_at_a_new_load_plain_comes_first() -> None
     for each in texts:
         rates.end(each)
     assert rates.texts == []
-
-
-def test_seconds_of_a_load_are_its_own_and_other_texts_rows_are_no_part_of_a_plain_step() -> None:
-    rates, text = Rates(), Text(("a",))
-    rates.decide(text, None)
-    rates.observe(text, replace(PLAIN_STEP, seconds=0.020, rows_s=0.007))
-    assert rates.plain.at(1) == pytest.approx(0.013)
-    live(rates, text, {"single:a": 3}, 60)
-    texts = [text, *(Text(("a",)) for _ in range(3))]
-    for _ in range(40):
-        step_together(rates, texts, 3, seconds=0.06)
-    extra = rates.extra["single:a"]
-    assert extra.at(3) == pytest.approx(0.047, abs=0.002)
-    assert extra.at(1) == pytest.approx(0.004, abs=0.001)
-    assert extra.at(4) == extra.at(3)  # where it was never seen, the nearest one's
 
 
 WORLDS = {
@@ -170,22 +148,6 @@ def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what
         rates.observe(text, {"plain": PLAIN_STEP, "single:cold": cold}.get(name, drafting(0, 0.02)))
     assert chosen[20:].count("single:cold") > 30
     assert LEARN <= chosen.count("single:slow") < 3 * LEARN
-
-
-def test_a_step_in_which_a_head_prefills_says_nothing_of_later_ones() -> None:
-    rates, text = Rates(), Text(("a",))
-    live(rates, text, {"single:a": 3}, 40)
-    before = rates.step_s(text, "single:a"), rates.gain(text, "single:a")
-    rates.observe(text, replace(drafting(0, 0.5), opening=True))
-    assert (rates.step_s(text, "single:a"), rates.gain(text, "single:a")) == before
-
-
-def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
-    rates = Rates()
-    live(rates, Text(("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 12)
-    fresh = Text(("a", "b"))
-    assert rates.gain(fresh, "single:b") < rates.gain(fresh, "merge") < 1.3 * rates.gain(fresh, "single:b")
-    assert rates.step_s(fresh, "merge") > rates.step_s(fresh, "single:b")
 
 
 def test_a_head_with_a_prediction_is_tried_in_each_text_and_kept_while_it_fits() -> None:

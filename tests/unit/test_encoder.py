@@ -43,30 +43,19 @@ CONVERSATIONS = {
     "a question": turns("Hi"),
     "a system's": turns("Who are you?", system="You are terse. /no_think"),
     "three turns": turns("One", "1", "Two", "2", "Three"),
-    "spaces and signs": turns(" spaces \n", "\n\nlines\t", "more", system="  Be <brief> & 'clear' \"always\"\n"),
-    "an answer last": turns("Go on", "Yes, and"),
     "thoughts": turns("Why?", "<think>\nBecause.\n</think>\n\nSo.", "And?", "<think>x</think>y", "?"),
     "scripts": turns("žluťoučký кот 猫 🐈‍⬛ \u200b\u2028", "ꦲꦏ꧀ꦱꦫ", "\x00\x1f\u00a0"),
-    "nothing": turns("", "", ""),
     "tokens in text": turns("<|end|><s></s>[INST]", "{{ bos_token }}{% x %}", "<end_of_turn>"),
     "wrong order": [ChatMessage("assistant", "I begin"), ChatMessage("user", "a"), ChatMessage("user", "b")],
 }
-ADDED = {"0": {"content": "<|end|>", "special": True}}
 BOS = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 SPECIAL: dict[str, dict[str, Any]] = {
     "plain": {"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}},
     "objects": {"tokenizer_config.json": {"bos_token": BOS | {"__type": "AddedToken"}, "eos_token": "</s>"}},
-    "null": {"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>", "add_bos_token": True}},
-    "map": {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": BOS | {"content": "</s>"}}},
     "map over config": {
         "tokenizer_config.json": {"bos_token": "<b>", "unk_token": "<unk>"},
         "special_tokens_map.json": {"bos_token": "<s>", "additional_special_tokens": ["<image>"]},
     },
-    "map beside added tokens": {
-        "tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": ADDED},
-        "special_tokens_map.json": {"bos_token": "<s>"},
-    },
-    "extra": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<image>"}, "sep_token": "<sep>"}},
     "no file": {},
 }
 EVERY_TOKEN = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ sep_token }}|{{ image_token }}"
@@ -132,14 +121,6 @@ def test_special_tokens_come_from_every_file_that_names_them(target: Path, tmp_p
 @pytest.mark.parametrize("case", KEPT)
 def test_a_template_is_found_wherever_it_is_kept(target: Path, tmp_path: Path, case: str, beside: str | None) -> None:
     same(folder(target, tmp_path, beside, **{"tokenizer_config.json": {"chat_template": KEPT[case]}}), turns("Hi"))
-
-
-def test_templates_may_be_files_of_their_own_and_lack_a_default(target: Path, tmp_path: Path) -> None:
-    path = folder(target, tmp_path, None)
-    (path / "additional_chat_templates").mkdir()
-    for name in ("tool_use", "default"):
-        (path / "additional_chat_templates" / f"{name}.jinja").write_text(name, encoding="utf-8")
-        same(path, turns("Hi"))
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_for_batches(target: Path, tmp_path: Path) -> None:

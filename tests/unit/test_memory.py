@@ -71,16 +71,6 @@ def drafted_at_the_end(head: Head, said: list[int]) -> list[int]:
     return growths[0].nodes.tokens.tolist()
 
 
-def test_what_a_prediction_does_not_say_the_memory_does() -> None:
-    head = make_head(1000)
-    said = text(0)
-    say(head, said, "a", prediction=(5, 6))
-    guessed = (900, 901, 902)
-    tree = drafted(head, "a", said[:5], guessed)
-    assert said[5] in tree.tokens
-    assert set(guessed) & set(tree.tokens.tolist())
-
-
 @pytest.mark.parametrize("salt", ["b", ""])
 def test_nobody_else_sees_a_text(salt: str) -> None:
     head = make_head(1000)

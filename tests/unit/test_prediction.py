@@ -110,15 +110,6 @@ def test_a_useless_prediction_soon_promises_little() -> None:
     assert decoded.steps <= without.steps
 
 
-def test_an_answer_that_has_begun_is_found_in_the_prediction() -> None:
-    """As after the loss of a drafter: it is opened anew, with what was committed."""
-    head, answer = lookup(), words(4)
-    begin(head, 1, answer, [*PROMPT, *answer[:150]])
-    growth = grown(head, 1, answer[150], len(PROMPT) + 150)
-    assert growth.nodes.tokens[:8].tolist() == answer[151:159]
-    assert growth.predicted[:8] == tuple(range(152, 160))
-
-
 def test_a_prediction_is_one_sessions() -> None:
     head, answer = lookup(), words(5)
     begin(head, 1, answer)

@@ -63,16 +63,6 @@ def test_a_miscalibrated_head_is_corrected(scale: float, shift: float, seed: int
     assert after.max() < 0.08
 
 
-def test_a_new_calibration_changes_nothing() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(200):
-        tree = random_tree(rng)
-        applied = Calibration().of(tree).log_probs
-        assert applied.dtype == np.float32
-        # A claim of certainty is read as 1 - 3e-4.
-        np.testing.assert_allclose(applied, tree.log_probs, rtol=1e-5, atol=4e-4 * max(1, len(tree)))
-
-
 def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curvature() -> None:
     rng = np.random.default_rng(9)
     calibration, fitted = Calibration(), np.array([1.0, 0.0])
@@ -96,12 +86,6 @@ def test_calibration_is_deterministic_and_finite_on_impossible_heads() -> None:
         pairs.append((calibration.scale, calibration.shift))
         assert np.isfinite(calibration.of(DraftTree.chain([1, 2, 3], [0.0, -1e-30, -300.0])).log_probs).all()
     assert pairs[0] == pairs[1]
-
-
-def test_a_step_that_offered_nothing_teaches_nothing() -> None:
-    calibration = Calibration()
-    calibration.observe(np.array([-1.0]), np.zeros(1, np.bool_), np.zeros(1, np.bool_))
-    assert (calibration.scale, calibration.shift) == (1.0, 0.0)
 
 
 def test_calibrated_scores_fall_along_every_path() -> None:

@@ -6,18 +6,16 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, product
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from coppice.wire.common import TopLogProbs
-from coppice.wire.generation import Chunk, Finished, GenerationRequest, Origin, Started
+from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
 from orchestrator.answer import Output
 from orchestrator.http.answers import Answer
 from orchestrator.http.bodies import ChatBody, CompletionBody
@@ -87,9 +85,6 @@ MAKERS: dict[str, Callable[[], Tokenizer]] = {
     "behind byte-level": lambda: byte_level(decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", "E")])),
 }
 KNOWN = list(MAKERS)[:6]
-WORDS = ["".join(word) for size in (1, 2, 3) for word in product("ab", repeat=size)]
-TWO_LETTERS = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=""))
-TWO_LETTERS.decoder = decoders.Fuse()
 
 
 @cache
@@ -168,19 +163,6 @@ def test_a_stop_string_is_found_wherever_it_stands(family: str, data: st.DataObj
     assert (
         "".join(pieces) == read[: min([len(read) - len(stop) for stop in stops if read.endswith(stop)] or [len(read)])]
     )
-
-
-@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
-@settings(max_examples=150, deadline=None)
-def test_a_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(text: str, stops: list[str]) -> None:
-    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
-    read = text[: ends[0]] if ends else text
-    starts = [len(read) - len(stop) for stop in stops if ends and read.endswith(stop)]
-    for size in (1, 3):
-        cut = [WORDS.index(text[at : at + size]) for at in range(0, len(text), size)]
-        pieces, stopped = pieces_of(TextStream(TokenBytes(TWO_LETTERS), stops), cut)
-        assert stopped == bool(ends)
-        assert "".join(pieces) == read[: min(starts, default=len(read))]
 
 
 def work(family: str, token: int, count: int, stops: Sequence[str] = ()) -> int:
@@ -264,19 +246,6 @@ def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.Data
     assert bytes(spelled).decode(errors="replace") == choice["message"]["content"]
 
 
-@pytest.mark.parametrize("family", KNOWN)
-def test_alternatives_that_print_alike_stay_apart(family: str) -> None:
-    tokenizer, tokens = made(family)
-    numbers = range(tokenizer.get_vocab_size())
-    top = TopLogProbs(np.array(numbers, np.int64), np.full(len(numbers), -1.0, np.float32))
-    chunk = Chunk("", (5,), (Origin.ROOT,), ("",), (-1.0,), top=(top,))
-    body = CompletionBody.model_validate({"prompt": "a", "logprobs": 1})
-    (best,) = made_of(family, body, [chunk])["choices"][0]["logprobs"]["top_logprobs"]
-    assert len(best) == len({tokens.of(number, True) for number in numbers})
-    (entry,) = made_of(family, ChatBody.model_validate(CHAT), [chunk])["choices"][0]["logprobs"]["content"]
-    assert [bytes(other["bytes"]) for other in entry["top_logprobs"]] == [tokens.of(number, True) for number in numbers]
-
-
 CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
 
 
@@ -300,13 +269,6 @@ def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any])
     for event in [*events, Finished("length", 1, 1, [], [], [])]:
         answer.add(0, event)
     return answer.whole()
-
-
-def test_an_added_token_is_its_content() -> None:
-    tokenizer = byte_level()
-    tokenizer.add_tokens(["<é Ġ>"])
-    spelled = TokenBytes(tokenizer).of(tokenizer.token_to_id("<é Ġ>") or 0)
-    assert spelled.decode() == "<é Ġ>"
 
 
 @pytest.mark.parametrize("mark", ["<tool>", "<|end|>"])
