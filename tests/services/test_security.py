@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from coppice.client.client import AsyncClient, Client
-from coppice.client.completion import Completion
 from coppice.commands.doctor import find
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import load_settings
@@ -159,25 +158,22 @@ async def test_each_method_is_for_its_callers_alone(name: str, authority: Author
                         assert details.startswith(f"{method.full_name} is for ")
 
 
-async def refused(dialer: Dialer, address: str) -> None:
+async def refused(dialer: Dialer, address: str, method: str = "DrafterService.DescribeHead") -> None:
     """No connection, let alone an answer."""
-    method = SERVICES["DrafterService"].methods_by_name["DescribeHead"]
-    channel = dialer.open(address)
-    code, _ = await ended(channel, method)
-    await channel.close()
-    assert code == "UNAVAILABLE"
+    service, _, name = method.partition(".")
+    async with dialer.open(address) as channel:
+        assert (await ended(channel, SERVICES[service].methods_by_name[name]))[0] == "UNAVAILABLE"
 
 
-async def test_plaintext_strangers_and_the_nameless_do_not_connect(authority: Authority, other: Authority) -> None:
+async def test_plaintext_strangers_and_servers_of_another_name_do_not_connect(
+    authority: Authority, other: Authority
+) -> None:
     async with served("DrafterService", authority.tls("drafter")) as address:
         await refused(Dialer(), address)
         await refused(authority.dialer(), address)  # without a certificate
         await refused(other.dialer("orchestrator"), address)
         mixed = authority.tls().ca, other.tls("orchestrator")
         await refused(Dialer(tls=mixed[1].model_copy(update={"ca": mixed[0]})), address)  # trusts us, another's signed
-
-
-async def test_callers_refuse_what_is_not_the_server_it_should_be(authority: Authority) -> None:
     async with served("DrafterService", authority.tls("verifier")) as address:  # a verifier that poses as a drafter
         await refused(authority.dialer("orchestrator"), address)
         method = SERVICES["DrafterService"].methods_by_name["DescribeHead"]
@@ -189,14 +185,10 @@ async def test_clients_of_generation_need_a_certificate_only_where_it_is_require
     async with served("GenerationService", authority.tls("orchestrator"), Echo()) as address:
         async with AsyncClient(address, dialer=authority.dialer()) as client:
             assert (await client.describe()).name == "echo"
-        _, _, port = address.rpartition(":")
-        async with authority.dialer().open(f"localhost:{port}") as channel:  # its certificate says 127.0.0.1
-            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
-            assert code == "UNAVAILABLE"
+        named = f"localhost:{address.rpartition(':')[2]}"  # its certificate says 127.0.0.1
+        await refused(authority.dialer(), named, "GenerationService.DescribeModel")
     async with served("GenerationService", authority.tls("orchestrator", require=True), Echo()) as address:
-        async with authority.dialer().open(address) as channel:
-            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
-            assert code == "UNAVAILABLE"
+        await refused(authority.dialer(), address, "GenerationService.DescribeModel")
         async with AsyncClient(address, dialer=authority.dialer("stranger")) as client:
             assert (await client.describe()).name == "echo"
 
@@ -241,9 +233,7 @@ async def test_rotated_certificates_are_used_without_a_restart(
         blocking.close()
         async with AsyncClient(address, dialer=other.dialer("operator")) as new:
             await new.describe()
-        async with before.dialer("operator").open(address) as channel:
-            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
-            assert code == "UNAVAILABLE"
+        await refused(before.dialer("operator"), address, "GenerationService.DescribeModel")
         assert echo.running == 1
         stream.cancel()
         await until(lambda: echo.running == 0)
@@ -268,12 +258,8 @@ def test_unusable_files_are_named(told: dict[str, str], named: str, authority: A
         Certificates.read(tls)
     with pytest.raises(InvalidField, match=named):
         Dialer(tls=tls).open_blocking("127.0.0.1:1")
-
-
-async def test_a_server_does_not_start_without_a_certificate_of_its_own(authority: Authority) -> None:
     with pytest.raises(InvalidField, match=r"tls\.cert: is missing"):
-        async with served("DrafterService", authority.tls()):
-            pass
+        Certificates.of_server(authority.tls())
 
 
 # --- tokens ---
@@ -360,7 +346,9 @@ async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
         for token in (TOKEN, OTHER):
             assert await described(address, token) == "echo"
         wrong = ("", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), sha256(TOKEN.encode()).hexdigest(), "alice")
+        began = time.monotonic()
         outcomes = await asyncio.gather(*(described(address, token) for token in wrong), return_exceptions=True)
+        assert time.monotonic() - began > 0.45  # whoever tries tokens waits
         assert {type(outcome) for outcome in outcomes} == {Unauthenticated}
         reasons = {str(outcome) for outcome in outcomes}
         method = SERVICES["GenerationService"].methods_by_name["Generate"]
@@ -378,18 +366,6 @@ async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
     assert door.count("", "unauthenticated") == 10
     told = capfd.readouterr()
     assert TOKEN not in told.out + told.err + repr(Dialer(token=TOKEN)) + repr(vars(door.tokens))
-
-
-async def test_wrong_tokens_are_answered_slowly_and_right_ones_at_once(door: Door) -> None:
-    async with served("GenerationService", TlsSettings(), door.echo, door.tokens) as address:
-        began = time.monotonic()
-        wrong = [asyncio.create_task(described(address, f"wrong{n}")) for n in range(20)]
-        for _ in range(10):
-            assert await described(address, TOKEN) == "echo"
-        assert time.monotonic() - began < 0.4
-        for outcome in await asyncio.gather(*wrong, return_exceptions=True):
-            assert isinstance(outcome, Unauthenticated)
-        assert time.monotonic() - began > 0.45
 
 
 async def test_a_name_runs_as_many_requests_as_it_may(door: Door) -> None:
@@ -478,37 +454,26 @@ def test_tokens_cross_no_network_in_clear(door: Door) -> None:
         Client("127.0.0.1:1", dialer=Dialer(token="a\nb"))
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> pytest.MonkeyPatch:
-    monkeypatch.setenv("COPPICE_TLS__CA", str(authority.folder / "ca.pem"))
-    monkeypatch.setenv("COPPICE_TOKEN", TOKEN)
-    return monkeypatch
-
-
 async def test_a_client_takes_certificates_and_token_from_the_environment(
-    environment: pytest.MonkeyPatch, authority: Authority, door: Door
+    monkeypatch: pytest.MonkeyPatch, authority: Authority, door: Door
 ) -> None:
     def described_blocking() -> str:
         with Client(address) as client:
-            assert isinstance(asked(client), CoppiceError)
+            with pytest.raises(NotFound):
+                client.generate("hi")
             return client.describe().name
 
-    def asked(client: Client) -> Completion | CoppiceError:
-        try:
-            return client.generate("hi")
-        except NotFound as error:
-            return error
-
+    monkeypatch.setenv("COPPICE_TLS__CA", str(authority.folder / "ca.pem"))
+    monkeypatch.setenv("COPPICE_TOKEN", TOKEN)
+    assert load_settings([]).tls == authority.tls()  # a process started here reads the same, and knows both variables
     async with served("GenerationService", authority.tls("orchestrator"), door.echo, door.tokens) as address:
         assert await asyncio.to_thread(described_blocking) == "echo"
-        environment.delenv("COPPICE_TOKEN")
+        monkeypatch.delenv("COPPICE_TOKEN")
         with pytest.raises(Unauthenticated):
             await asyncio.to_thread(described_blocking)
         (found,) = [one for one in await asyncio.to_thread(lambda: list(find(address))) if one.name == "server"]
         assert (found.value, found.ok) == (f"{address} refuses: a valid bearer token is needed", None)
-    environment.setenv("COPPICE_TOKEN", TOKEN)
-    assert load_settings([]).tls == authority.tls()  # a process started here reads the same, and knows both variables
-    environment.setenv("COPPICE_TLS__TOKENS_IN_CLEAR", "maybe")
+    monkeypatch.setenv("COPPICE_TLS__TOKENS_IN_CLEAR", "maybe")
     with pytest.raises(InvalidField, match="COPPICE_TLS__TOKENS_IN_CLEAR"):
         Client("127.0.0.1:1")
 
@@ -528,24 +493,14 @@ async def test_too_much_metadata_and_too_large_a_message_are_refused(monkeypatch
         assert await ended(channel, method) == ("NOT_FOUND", "reached")
 
 
-async def test_a_client_may_send_less_than_a_service() -> None:
+async def test_a_client_may_send_less_than_a_service_and_learns_nothing_of_it() -> None:
     method = SERVICES["GenerationService"].methods_by_name["DescribeModel"]
-    async with served("GenerationService", TlsSettings()) as address, Dialer().open(address) as channel:
-        for data, code in ((b"\x7a\x80\x80\x08" + bytes(1 << 17), "NOT_FOUND"), (bytes(2 << 20), "RESOURCE_EXHAUSTED")):
+    async with served("GenerationService", TlsSettings(), Echo()) as address, Dialer().open(address) as channel:
+        for data, code in ((b"\x7a\x80\x80\x08" + bytes(1 << 17), "OK"), (bytes(2 << 20), "RESOURCE_EXHAUSTED")):
             assert (await ended(channel, method, data))[0] == code
-
-
-async def test_an_exceptions_text_never_reaches_a_client() -> None:
-    async with (
-        served("GenerationService", TlsSettings(), Echo()) as address,
-        AsyncClient(address) as client,
-    ):
-        with pytest.raises(CoppiceError, match=r"^internal error [0-9a-f]{16}$"):
-            await client.generate("break")
-
-
-async def test_there_is_no_reflection() -> None:
-    async with served("DrafterService", TlsSettings()) as address, Dialer().open(address) as channel:
+        async with AsyncClient(address) as client:
+            with pytest.raises(CoppiceError, match=r"^internal error [0-9a-f]{16}$"):
+                await client.generate("break")
         for version in ("v1", "v1alpha"):
             call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")(timeout=5)
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
