@@ -121,22 +121,17 @@ def test_http_is_https_and_asks_for_the_same_tokens(stack: Stack, authority: Aut
     assert completed(stack, authority, n=3)[0] == 429  # its bearer may have two running
     with pytest.raises(URLError, match="certificate verify failed"):
         completed(stack, Authority(tmp_path / "other"))
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
+    with urlopen(f"https://{stack.orchestrator.http}/openapi.json", timeout=10, context=context) as response:
+        assert b"ChatBody" in response.read()
+    with pytest.raises(HTTPError, match="401"):
+        urlopen(f"https://{stack.orchestrator.http}/metrics", timeout=10, context=context)
     with pytest.raises((OSError, HTTPException)):
         urlopen(f"http://{stack.orchestrator.http}/health", timeout=10)
     probing = ssl.create_default_context()  # as Kubernetes probes: it has no certificate and checks none
     probing.check_hostname, probing.verify_mode = False, ssl.CERT_NONE
     with urlopen(f"https://{stack.orchestrator.http}/ready", timeout=10, context=probing) as response:
         assert response.status == 200
-
-
-def test_docs_and_their_description_need_no_token_and_metrics_do(stack: Stack, authority: Authority) -> None:
-    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
-    for path in ("docs", "openapi.json"):
-        with urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context) as response:
-            assert b"ChatBody" in response.read()
-    for path in ("metrics", "docs/x"):
-        with pytest.raises(HTTPError, match="401"):
-            urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,31 +13,21 @@ import pytest
 
 import coppice
 from coppice import errors
-from coppice.client.client import AsyncClient, Client, default_address
+from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Accumulator
 from coppice.client.request import build_request
 from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.speculation.sampling import SamplingParams
-from coppice.wire.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
+from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, Started, Timings
 from tests.fake_service import echo_server
 
 
 def test_everything_public_is_at_the_top_and_listed() -> None:
     own = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CoppiceError)]
-    assert len(own) > 10
-    assert {kind.__name__ for kind in own} <= set(coppice.__all__)
-    assert {"Client", "AsyncClient", "Chunk", "Started", "Finished", "SamplingParams"} <= set(coppice.__all__)
-    assert set(coppice.__all__) <= set(dir(coppice))
+    assert {kind.__name__ for kind in own} < set(coppice.__all__) <= set(dir(coppice))
     assert all(getattr(coppice, name) for name in coppice.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Server'"):
         coppice.Server  # noqa: B018
-
-
-def test_the_address_is_the_variable_or_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COPPICE_ADDRESS", raising=False)
-    assert default_address() == "127.0.0.1:50051"
-    monkeypatch.setenv("COPPICE_ADDRESS", "there:1")
-    assert default_address() == "there:1"
 
 
 # --- requests ---
@@ -56,24 +46,11 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
 
 def test_every_option_reaches_the_request() -> None:
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {4: -100}}
-    sampling: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, **penalties}
-    request = build_request(
-        "hi",
-        **sampling,
-        max_new_tokens=5,
-        stop="end",
-        policy="plain",
-        budget=0,
-        ignore_eos=True,
-        log_probs=True,
-        resume_ids=[4],
-        pq=True,
-        coupled=False,
-    )
-    assert request.sampling == SamplingParams(**sampling)
-    assert (request.max_new_tokens, request.stop, request.policy, request.budget) == (5, ("end",), "plain", 0)
-    assert (request.ignore_eos, request.want_log_probs, request.resume_ids) == (True, True, (4,))
-    assert (request.pq, request.coupled) == (True, False)
+    sampling: Any = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, **penalties}
+    same: Any = {"max_new_tokens": 5, "policy": "plain", "budget": 0, "ignore_eos": True, "pq": True, "coupled": False}
+    request = build_request("hi", **sampling, **same, stop="end", log_probs=True, resume_ids=[4])
+    wanted = GenerationRequest("hi", resume_ids=(4,), stop=("end",), want_log_probs=True, **same)
+    assert request == replace(wanted, sampling=SamplingParams(**sampling))
 
 
 @pytest.mark.parametrize(
@@ -118,40 +95,26 @@ def test_an_unknown_option_is_a_type_error_of_what_was_called(called: str, optio
 # --- folding ---
 
 
-def _events() -> list[Started | Chunk | Finished]:
+def test_events_fold_into_a_completion_a_cancelled_one_if_they_are_cut_short() -> None:
     draft, root = Origin.DRAFT, Origin.ROOT
-    return [
-        Started(3, "route", ("a", "b"), 31, 7),
-        Chunk("x", (1,), (root,), ("x",), (-1.0,)),
-        Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
-        Chunk("!", (5,), (root,), ("!",), (-5.0,)),
-        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9), 6, 7),
-    ]
-
-
-def test_events_fold_into_a_completion() -> None:
     ticks = iter([10.0, 10.5, 11.0, 12.0])
     answer = Accumulator(clock=lambda: next(ticks))
-    for event in _events():
-        answer.add(event)
-    told = answer.completion()
-    assert (told.text, told.ids, told.log_probs) == ("xyz!", (1, 2, 3, 4, 5), (-1.0, -2.0, -3.0, -4.0, -5.0))
-    assert [origin.name for origin in told.origins] == ["ROOT", "DRAFT", "DRAFT", "ROOT", "ROOT"]
-    assert (told.steps, told.tau, told.accept_lengths) == (2, 2.0, [3, 1])
-    assert (told.ttft_s, told.decode_s, told.tokens_per_s) == (0.5, 2.0, 2.0)
-    assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ([1, -1], [9, 0], 1, 2)
-    assert (told.to_json()["seed"], told.to_json()["tau"], told.to_json()["ids"]) == (7, 2.0, [1, 2, 3, 4, 5])
-    assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (6, 7)
-    assert sum(told.to_json()["timings_ns"].values()) == told.to_json()["timings_ns"]["queue"] == 1
-
-
-def test_a_stream_cut_short_folds_into_a_cancelled_completion() -> None:
-    answer = Accumulator()
-    for event in _events()[:3]:
-        answer.add(event)
-    told = answer.completion()
-    assert (told.finish_reason, told.ids, told.new_tokens) == ("cancelled", (1, 2, 3, 4), 4)
-    assert (told.steps, told.tau) == (0, 1.0)
+    answer.add(Started(3, "route", ("a", "b"), 31, 7))
+    answer.add(Chunk("x", (1,), (root,), ("x",), (-1.0,)))
+    answer.add(Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)))
+    cut = answer.completion()
+    assert (cut.finish_reason, cut.ids, cut.new_tokens) == ("cancelled", (1, 2, 3, 4), 4)
+    assert (cut.steps, cut.tau) == (0, 1.0)
+    answer.add(Chunk("!", (5,), (root,), ("!",), (-5.0,)))
+    answer.add(Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9), 6, 7))
+    whole = answer.completion()
+    assert (whole.text, whole.ids, whole.log_probs) == ("xyz!", (1, 2, 3, 4, 5), (-1.0, -2.0, -3.0, -4.0, -5.0))
+    assert whole.origins == (root, draft, draft, root, root)
+    assert (whole.steps, whole.tau, whole.ttft_s, whole.decode_s, whole.tokens_per_s) == (2, 2.0, 0.5, 2.0, 2.0)
+    assert (whole.routed, whole.verified_nodes, whole.late_drafts, whole.bad_drafts) == ([1, -1], [9, 0], 1, 2)
+    shown = whole.to_json()
+    assert (shown["seed"], shown["tau"], shown["ids"]) == (7, 2.0, [1, 2, 3, 4, 5])
+    assert sum(shown["timings_ns"].values()) == shown["timings_ns"]["queue"] == 1
 
 
 # --- calls ---
@@ -223,19 +186,9 @@ def test_a_request_without_a_seed_is_given_one_and_goes_on_with_it() -> None:
     assert seeds[2:] == [0, 9]
 
 
-def test_ids_are_not_resumed_with_another_seed() -> None:
-    with echo_server() as (address, _), Client(address) as client:
-        with pytest.raises(InvalidField, match=r"^sampling\.seed: is missing"):
-            client.generate("hi", temperature=1.0, resume_ids=[104])
-        assert client.generate("hi", temperature=1.0, seed=3, resume_ids=[104]).text == "i"
-        assert client.generate("hi", resume_ids=[104]).text == "i"
-
-
 def test_another_server_goes_on_where_one_is_lost_full_or_away() -> None:
     with echo_server() as (one, first), echo_server() as (two, second), Client(f"127.0.0.1:1,{one},{two}") as client:
-        began = time.monotonic()
         assert [client.generate(text).text for text in ("break", "break", "hi")] == ["break", "break", "hi"]
-        assert time.monotonic() - began < 2.0
         assert {request.resume_ids for request in (*first.requests, *second.requests)} == {(), (98,)}
         for calls in range(first.calls + second.calls, first.calls + second.calls + 6, 2):  # begun with each of them
             with pytest.raises(Overloaded):
@@ -251,16 +204,11 @@ def test_a_server_that_says_nothing_any_more_is_left() -> None:
 
 
 def test_unavailable_before_the_first_event_is_tried_again() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.generate("hi")
     with echo_server(refusals=2) as (address, echo), Client(address) as client:
         assert client.generate("hi").text == "hi"
     assert echo.calls == 3
-
-
-def test_nobody_at_the_address_is_unavailable_soon() -> None:
-    began = time.monotonic()
-    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
-        client.generate("hi")
-    assert time.monotonic() - began < 5
 
 
 async def test_the_async_client_answers_as_the_sync_one_does() -> None:

@@ -423,6 +423,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "ids.ids", [VOCAB], "ids"),
     ("request of ids", "ids", None, "prompt"),
     ("request of ids", "resume_ids", [VOCAB], "resume_ids"),
+    ("request of ids", "sampling.seed", None, "sampling.seed"),
     ("request of ids", "prediction_ids.ids", [VOCAB], "prediction"),
     ("request of ids", "max_new_tokens", 4097, "max_new_tokens"),
     ("request of ids", "stop", ["x" * 257], "stop"),
