@@ -243,10 +243,10 @@ async def converse(
 
 def _follows(outcome: Outcome, alone: bool = False) -> bool:
     """Whether the call goes on for as long as the session that it follows; `alone`: and hears of its commits alone."""
-    asked = GetMessageClass(outcome.method.input_type)
-    with suppress(DecodeError):
-        messages = [asked.FromString(data) for data in outcome.sent]
-        return any(getattr(each, "follow", False) and not (alone and each.ref.count) for each in messages)
+    if outcome.method.name == "FetchFeatures":
+        asked = GetMessageClass(outcome.method.input_type)
+        with suppress(DecodeError):
+            return any(not (alone and asked.FromString(data).ref.count) for data in outcome.sent)
     return False
 
 
