@@ -1,5 +1,6 @@
 """`coppice train head`. Heavy imports wait until a command runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 from coppice.config.sections import FEATURE_KINDS
 from coppice.heads.models.expectation import read_expectation, warning_of
 from coppice.limits import MAX_FEATURE_LAYERS
-from coppice.machine import extension, extensions, usable_cores
+from coppice.machine import extension, extensions
 
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True, add_completion=False)
 
@@ -23,12 +24,9 @@ Data = Annotated[
         help="NAME=GLOB[:WEIGHT], repeatable, of text or of JSON lines; python:stdlib is installed Python source.",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds packed data and checkpoints.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.work.")]
+Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds recordings and checkpoints.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in OUT.work.")]
 Device = Annotated[str, typer.Option("--device", help="A torch device.")]
-Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
-]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 
 
@@ -37,20 +35,26 @@ def _group() -> None:
     """A group of commands, also where `head` is the only one."""
 
 
-def own_folder(out: Path, resume: bool) -> Path:
-    """Return the run's work folder. Raises BadParameter if a new run would write over another's checkpoints."""
-    from coppice.training.run_folder import work_folder
+def work_folder(out: Path, resume: bool) -> Path:
+    """Return the run's work folder, beside the model folder, which can so be copied as it is.
 
-    work = work_folder(out)
-    if not resume and any(work.glob("checkpoints/*/state.json")):
-        reason = f"{work} holds checkpoints of a run: --resume goes on with it, another folder begins anew"
+    Raises BadParameter if a new run would write over another's checkpoint.
+    """
+    work = out.with_name(out.name + ".work")
+    if not resume and (work / "checkpoint.pt").exists():
+        reason = f"{work} holds a run's checkpoint: --resume goes on with it, another folder begins anew"
         raise typer.BadParameter(reason, param_hint="--out")
     return work
 
 
-def threads(workers: int | None, device: str) -> int:
-    """Return the number of training threads."""
-    return workers or (usable_cores() if device == "cpu" else 1)
+def command_line(command: str, data: list[str], flags: Mapping[str, str]) -> str:
+    """Return the command that starts a run, directories stripped, for its card. Raises DataError."""
+    from coppice.training.data import parse_specs
+
+    parts = [f"--data '{spec.public}'" for spec in parse_specs(data)]
+    return " ".join(
+        [f"coppice train {command}", *parts, *(f"--{name} {value}".strip() for name, value in flags.items())]
+    )
 
 
 @app.command("head")
@@ -72,9 +76,8 @@ def train_head(
     ] = "lm",
     resume: Resume = False,
     device: Device = "cpu",
-    workers: Workers = None,
     seed: Seed = 0,
-    answers: Annotated[
+    lessons: Annotated[
         Path | None,
         typer.Option(
             "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
@@ -99,31 +102,30 @@ def train_head(
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(kinds)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
-    from coppice.training import feature_heads, heads, trainer
+    from coppice.training import heads, trainer
     from coppice.training.answers import READ_TIMES, AnswerPlan, RecordingStopped, record_answers
     from coppice.training.progress import Progress
-    from coppice.training.run_folder import stop_signal, write_run
 
     dtype = str(trainer.fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
     read, fields = _layers(layers, kind), _fields(shape, kind)
-    build = {"lm": heads.LanguageModelInTraining}.get(kind, feature_heads.FeatureHeadInTraining)
+    build = {"lm": heads.LanguageModelInTraining}.get(kind, heads.FeatureHeadInTraining)
     if kind not in TRAINED_KINDS:
         build = extension(TRAINING, kind, "--kind")
-    elif kind in FEATURE_KINDS and (note := feature_heads.check_shape(kind, target, read, fields)):
+    elif kind in FEATURE_KINDS and (note := heads.check_shape(kind, target, read, fields)):
         typer.echo(note)
-    work = own_folder(out, resume)
+    work = work_folder(out, resume)
     flags = {"kind": kind, "target": target.resolve().name, "out": out.name, "tokens": str(tokens)}
     flags |= {"layers": ",".join(map(str, read))} if read else {}
     flags |= ({"shape": shape} if shape else {}) | ({"adamw": ""} if adamw else {})
-    write_run(work, "head", data, flags)
-    with stop_signal() as stopping, Progress("tokens") as progress:
+    command, plan = command_line("head", data, flags), AnswerPlan(tokens // READ_TIMES, seed=seed)
+    with trainer.stop_signal() as stopping, Progress("tokens") as progress:
         progress.say("recording the target's answers")
         try:
-            recorded = record_answers(
+            answers = record_answers(
                 data,
                 target,
-                answers or work / "lessons",
-                AnswerPlan(tokens // READ_TIMES, seed=seed),
+                lessons or work / "lessons",
+                plan,
                 device=device,
                 dtype=dtype,
                 layers=read,
@@ -133,17 +135,15 @@ def train_head(
         except RecordingStopped as stop:
             progress.print(f"recorded {stop} tokens, go on with the same command")
             return
-    recorded.describe(work / "data")
-    options = heads.RunOptions(resume, device, threads(workers, device), seed)
-    config = heads.TrainingConfig(kind, target, recorded, work, fields, options)
-    rates, schedule = trainer.HEAD_RATES, trainer.head_schedule(tokens)
+    config = heads.TrainingConfig(kind, target, answers, work, fields, heads.RunOptions(resume, device, seed))
+    recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
     if kind == "lm":
-        rates, schedule = trainer.LM_RATES, trainer.lm_schedule(tokens)
-    elif adamw:
-        rates = trainer.ADAMW_RATES
+        recipe = trainer.Recipe(tokens, adam=4e-3, small_batch=2048, batch=2048, eval_tokens=50_000)
     head = build(config)
-    if trainer.train_head(head, config, schedule, rates):
-        trainer.export_head(head, config, out)
+    if trainer.train_head(head, config, recipe):
+        trainer.export_model(
+            head, work, out, f"A {kind} draft head for {target.resolve().name}", command, answers.facts()
+        )
         lengths = read_expectation(out).lengths if (out / "config.json").is_file() else {}
         figures = "".join(f", accepted length {length:.2f} on {name}" for name, length in lengths.items())
         note = warning_of(out) if lengths else ""

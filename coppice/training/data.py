@@ -1,4 +1,4 @@
-"""Training text: `--data NAME=GLOB[:WEIGHT]` lines, their documents, the held-out rule, and packed rows of ids."""
+"""Training text: `--data NAME=GLOB[:WEIGHT]` lines, their documents and chats, the held-out rule, and rows of ids."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,22 @@ END_OF_TEXT = "<|endoftext|>"
 STDLIB_GLOB = "python:stdlib"
 HELD_OUT_MODULUS = 20
 TEXT_FIELDS = ("text", "content", "story", "prompt")
+ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
 CHAT_FIELDS = ("messages", "conversations")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-Messages = list[dict[str, Any]]
-ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
 SKIPPED_FOLDERS |= {"site-packages", "__pycache__", "pydoc_data", "encodings"}
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
+MAX_EPOCHS = 8
+Messages = list[dict[str, Any]]
+Places = NDArray[np.int64]
 
 
 class DataError(InvalidField):
     """A `--data` line, a file or a row that cannot be used; the message names it."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__("--data", why)
+    def __init__(self, reason: str) -> None:
+        super().__init__("--data", reason)
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,20 @@ class Corpus:
     of_prompts: bool = False
     """whether documents are chats up to an answer, in a template"""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a model card says of it."""
+        return {
+            "weight": self.weight,
+            "sources": self.sources,
+            "documents": len(self.train),
+            "held_out_documents": len(self.held_out),
+        }
+
 
 def parse_spec(line: str) -> DataSpec:
     """Parse `NAME=GLOB[:WEIGHT]`; the weight defaults to 1. Raises DataError that names the line."""
-    name, equals, rest = line.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not rest:
+    name, _, rest = line.partition("=")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not rest:
         raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
     pattern, colon, last = rest.rpartition(":")
     if not colon or rest == STDLIB_GLOB:
@@ -87,14 +99,10 @@ def parse_spec(line: str) -> DataSpec:
 
 def parse_specs(lines: list[str]) -> list[DataSpec]:
     """Parse all `--data` lines; names must be distinct and there must be at least one."""
-    if not lines:
-        raise DataError("at least one NAME=GLOB[:WEIGHT] is needed")
-    specs = [parse_spec(line) for line in lines]
-    names = [spec.name for spec in specs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise DataError(f"the name {repeated[0]!r} is given twice")
-    return specs
+    specs = {spec.name: spec for spec in map(parse_spec, lines)}
+    if not specs or len(specs) < len(lines):
+        raise DataError("at least one NAME=GLOB[:WEIGHT] is needed, and each NAME once")
+    return list(specs.values())
 
 
 def is_held_out(text: str) -> bool:
@@ -125,16 +133,16 @@ def load_corpus(spec: DataSpec, render: Callable[[Messages], str] | None = None)
         if (of_prompts := document is not texts[0]) is not corpus.of_prompts and seen:
             raise DataError(f"{where}: holds chats and texts; give each a line of its own")
         corpus.of_prompts = of_prompts
-        if texts[0] in seen:
-            continue
-        seen.add(texts[0])
-        (corpus.held_out if is_held_out(texts[0]) else corpus.train).extend(texts)
+        if texts[0] not in seen:
+            seen.add(texts[0])
+            (corpus.held_out if is_held_out(texts[0]) else corpus.train).extend(texts)
     if not corpus.train:
         raise DataError(f"{where}: no training document in it")
     return corpus
 
 
 def _documents(spec: DataSpec, sources: list[str]) -> Iterator[str | Messages]:
+    """Yield the stripped, non-empty documents of a domain's files, and the chats of .jsonl files as messages."""
     pattern, skipped = spec.pattern, set[str]()
     if pattern == STDLIB_GLOB:
         pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
@@ -146,26 +154,15 @@ def _documents(spec: DataSpec, sources: list[str]) -> Iterator[str | Messages]:
     if len(paths) > 20:
         sources.append(f"and {len(paths) - 20} more files")
     for path in paths:
-        yield from read_documents(path)
-
-
-def read_documents(path: Path) -> Iterator[str | Messages]:
-    """Yield a .txt, .md, .py or .jsonl file's stripped, non-empty documents, and a .jsonl file's chats as messages.
-
-    Raises DataError for an unreadable one.
-    """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(content.split("\n"), start=1):
-            if line.strip():
-                yield _row(line, f"{path}, line {number}")
-        return
-    for part in content.split(END_OF_TEXT):
-        if part.strip():
-            yield part.strip()
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+        if path.suffix == ".jsonl":
+            lines = enumerate(content.split("\n"), start=1)
+            yield from (_row(line, f"{path}, line {number}") for number, line in lines if line.strip())
+        else:
+            yield from (part.strip() for part in content.split(END_OF_TEXT) if part.strip())
 
 
 def _row(line: str, where: str) -> str | Messages:
@@ -203,17 +200,10 @@ def _messages(given: Any, where: str) -> Messages:
     ]
     if not any(message.get("role") == "user" for message in messages):
         raise DataError(f"{where} has no message of a user")
-    if number := next(
-        (n for n, message in enumerate(messages, start=1) if not isinstance(message.get("role"), str)), 0
-    ):
-        raise DataError(f"{where}: message {number} has no role")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: message {number} has no role")
     return messages
-
-
-MAX_EPOCHS = 8
-PROMPT_END = -1
-"""behind each prompt of a chat, where documents have the end-of-text id"""
-Ids = NDArray[np.uint16] | NDArray[np.int64]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -229,116 +219,53 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """One domain as two flat id arrays (documents joined and ended by the end-of-text id)."""
+class Domain:
+    """One domain as positions of training text and of held-out text in one long text."""
 
     name: str
     weight: float
-    train: Ids
-    held_out: Ids
-    aligned: bool = False
-    """whether rows begin at multiples of their length, never in between"""
-
-    @property
-    def of_prompts(self) -> bool:
-        """Whether documents are prompts of chats, each followed by PROMPT_END."""
-        return len(self.train) > 0 and int(self.train[-1]) == PROMPT_END
-
-
-def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, end: int) -> Ids:
-    """Encode documents into one flat array, each followed by `end`. Prompts have their template's special tokens."""
-    small, prompts = max(end + 1, tokenizer.get_vocab_size()) <= 1 << 16, end == PROMPT_END
-    dtype: Any = np.uint16 if small and not prompts else np.int64
-    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=not prompts)
-    parts = [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
-
-
-def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int) -> list[Packed]:
-    """Pack every corpus into NAME.train.npy and NAME.held_out.npy in `folder`, and write data.json for the model card.
-
-    `end` is the end-of-text id.
-    """
-    facts = {}
-    for corpus in corpora:
-        order = np.random.default_rng(0).permutation(len(corpus.train))
-        last = PROMPT_END if corpus.of_prompts else end
-        train = pack_texts((corpus.train[i] for i in order), tokenizer, last)
-        held_out = pack_texts(corpus.held_out, tokenizer, last)
-        np.save(folder / f"{corpus.name}.train.npy", train)
-        np.save(folder / f"{corpus.name}.held_out.npy", held_out)
-        facts[corpus.name] = {
-            "weight": corpus.weight,
-            "sources": corpus.sources,
-            "documents": len(corpus.train),
-            "held_out_documents": len(corpus.held_out),
-            "tokens": len(train),
-            "held_out_tokens": len(held_out),
-        }
-    (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return open_prepared(folder)
-
-
-def open_prepared(folder: Path) -> list[Packed]:
-    """Map the domains that `prepare` wrote from disk; nothing is unpickled."""
-    facts = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-
-    def load(file: str) -> Ids:
-        ids: Ids = np.load(folder / file, mmap_mode="r", allow_pickle=False)
-        return ids
-
-    return [
-        Packed(name, fact["weight"], load(f"{name}.train.npy"), load(f"{name}.held_out.npy"))
-        for name, fact in facts.items()
-    ]
+    train: Places
+    held_out: Places
 
 
 class Reader:
-    """Draws rows of `length + 1` ids from several domains in the proportion of their weights.
+    """Draws rows of `length + 1` positions from several domains in the proportion of their weights.
 
     All of its state is the number of tokens drawn from each domain (`drawn`), so a resumed run reads on exactly where
-    the stopped one would have. An epoch is a fresh permutation of windows at a fresh offset; after MAX_EPOCHS a domain
-    is left out and the others take its share.
+    the stopped one would have. An epoch is a fresh permutation of windows; after MAX_EPOCHS a domain is left out and
+    the others take its share.
     """
 
-    def __init__(self, domains: list[Packed], seed: int, block: int) -> None:
+    def __init__(self, domains: list[Domain], seed: int, block: int) -> None:
         """`block` is the longest row that will be asked for, in tokens; every length must divide it."""
-        self.domains, self.seed, self.block = domains, seed, block
+        self.domains, self.seed = domains, seed
         self.drawn = {domain.name: 0 for domain in domains}
-        self.usable: dict[str, int] = {}
+        self.usable = {domain.name: (len(domain.train) - 1) // block * block for domain in domains}
         for domain in domains:
-            spare = 0 if domain.aligned else block  # for the offset
-            self.usable[domain.name] = (len(domain.train) - 1) // block * block - spare
             if self.usable[domain.name] < block:
                 raise DataError(f"{domain.name}: {len(domain.train)} tokens are too few for rows of {block}")
-        self._orders: dict[str, tuple[tuple[int, int], NDArray[np.int64], int]] = {}
 
-    def next_row(self, length: int) -> Ids | None:
-        """Return the next (length + 1,) ids, or None when every domain has been read MAX_EPOCHS times."""
+    def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
+        """Return the next rows as (rows, length + 1), or None when all domains were read MAX_EPOCHS times."""
+        batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
+        return np.stack(batch) if len(batch) == rows else None
+
+    def next_row(self, length: int) -> Places | None:
+        """Return the next (length + 1,) positions, or None when every domain has been read MAX_EPOCHS times."""
         left = [d for d in self.domains if self.drawn[d.name] < MAX_EPOCHS * self.usable[d.name]]
         if not left:
             return None
         domain = min(left, key=lambda d: (self.drawn[d.name] + length) / d.weight)
         epoch, position = divmod(self.drawn[domain.name], self.usable[domain.name])
-        starts, offset = self._order(domain, epoch, length)
-        start = offset + int(starts[position // length]) * length
+        order = _permutation(self.seed, domain.name, epoch, length, self.usable[domain.name] // length)
+        start = int(order[position // length]) * length
         self.drawn[domain.name] += length
         return domain.train[start : start + length + 1]
 
-    def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
-        """Return the next rows as (rows, length + 1) int64, or None when the data is used up."""
-        batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
-        return np.stack(batch).astype(np.int64) if len(batch) == rows else None
 
-    def _order(self, domain: Packed, epoch: int, length: int) -> tuple[NDArray[np.int64], int]:
-        key = (epoch, length)
-        cached = self._orders.get(domain.name)
-        if cached is None or cached[0] != key:
-            rng = np.random.default_rng([self.seed, seed_of(domain.name), epoch, length])
-            windows = self.usable[domain.name] // length
-            cached = (key, rng.permutation(windows), 0 if domain.aligned else int(rng.integers(0, self.block)))
-            self._orders[domain.name] = cached
-        return cached[1], cached[2]
+@lru_cache(maxsize=64)
+def _permutation(seed: int, name: str, epoch: int, length: int, windows: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, seed_of(name), epoch, length]).permutation(windows)
 
 
 def seed_of(name: str) -> int:
@@ -346,23 +273,22 @@ def seed_of(name: str) -> int:
     return int.from_bytes(name.encode(), "little") % 2**32
 
 
-def held_out_batches(domains: Iterable[Packed], rows: int, length: int) -> dict[str, Tensor]:
-    """Return up to `rows` held-out windows of (length + 1) ids of each domain that has some, spread over its text."""
+def held_out_batches(domains: Iterable[Domain], rows: int, length: int) -> dict[str, Tensor]:
+    """Return up to `rows` held-out windows of (length + 1) positions of each domain that has some, spread over it."""
     batches = {}
     for domain in domains:
         if (windows := (len(domain.held_out) - 1) // length) > 0:
             starts = np.linspace(0, windows - 1, min(rows, windows)).astype(int) * length
             batch = np.stack([domain.held_out[start : start + length + 1] for start in starts])
-            batches[domain.name] = torch.from_numpy(batch.astype(np.int64))
+            batches[domain.name] = torch.from_numpy(batch)
     return batches
 
 
-def check_held_out(domains: Iterable[Packed], tokens: int) -> None:
-    """Raise DataError unless some domain holds out so many tokens: a run chooses its best weights by them."""
-    counts = {domain.name: len(domain.held_out) for domain in domains}
-    if max(counts.values()) < tokens:
+def check_held_out(counts: Mapping[str, int], least: int) -> None:
+    """Raise DataError unless some domain holds out so much: a run chooses its best weights by it."""
+    if max(counts.values()) < least:
         each = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise DataError(
             f"too few documents: one in {HELD_OUT_MODULUS} is held out, by its hash, to tell the best weights by, and "
-            f"these are only {each} (tokens; {tokens} of one are needed)"
+            f"these are only {each} ({least} of one are needed)"
         )

@@ -1,21 +1,49 @@
-"""What a kind of head gives to training, and the kind `lm`, a small causal LM over the target's vocabulary."""
+"""What a kind of head gives to training, the kinds that read features, and `lm`, a small causal LM."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from coppice.heads.checkpoints import read_output, read_target
+from coppice.engine.engine import default_feature_layers
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, read_output, read_target, save_head, shape_of
+from coppice.heads.models.expectation import expectation
+from coppice.heads.models.layers import HeadConfig
 from coppice.training.answers import TargetAnswers
-from coppice.training.losses import soft_target_loss
-from coppice.training.run_folder import read_run, write_model
+from coppice.training.data import copy_tokenizer, held_out_batches
+from coppice.training.losses import (
+    LOSSES,
+    STEPS,
+    HeadLoss,
+    Student,
+    Teacher,
+    accepted_length,
+    alphas,
+    measure,
+    soft_target_loss,
+)
 
+DRAFT_VOCAB = 4096
+RANK_AFTER = 0.1
+"""share of the run after which the rank head learns"""
+MASK_AFTER = 0.5
+"""share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
+see too few rows; without it they never learn what follows the block's own tokens"""
+MEASURED_ROWS = 12
+LENGTH = "accepted length"
+"""the figure that the best weights have the highest of"""
+HEAD = "head.json"
+"""in a run's work folder: configuration and draft vocabulary"""
+SHARD_SIZE = "40MB"
 LM_SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -28,12 +56,10 @@ LM_SIZES = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Whether a run goes on from its newest checkpoint, and where and how it is done."""
+    """Whether a run goes on from its checkpoint, and where and how it is done."""
 
     resume: bool = False
     device: str = "cpu"
-    num_workers: int = 1
-    """training threads"""
     seed: int = 0
 
 
@@ -56,8 +82,6 @@ class TrainingConfig:
 class HeadInTraining(nn.Module):
     """A head while it is trained. A kind is a function from a TrainingConfig to one of these, ours or an entry point of
     the group `coppice.training`.
-
-    Every thread has a replica with parameters of the same storage; all else of the module is shared.
     """
 
     best_by: ClassVar[str] = ""
@@ -78,9 +102,168 @@ class HeadInTraining(nn.Module):
         """Measure more on held-out text, by name."""
         return {}
 
-    def export(self, folder: Path) -> None:
-        """Write into an empty folder what the head of this kind is served from; the parameters are the best ones."""
+    def export(self, folder: Path) -> str | None:
+        """Write into an empty folder what the head of this kind is served from; the parameters are the best ones.
+
+        May return a further section of the model card.
+        """
         raise NotImplementedError
+
+
+def head_config(
+    kind: str, config: Any, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any
+) -> Any:
+    """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
+
+    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
+    for one that there is not, or whose value does not fit.
+    """
+    of_target = {
+        "hidden_size": parts.hidden_size,
+        "target_hidden_size": parts.hidden_size,
+        "vocab_size": parts.vocab_size,
+        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
+        "feature_layers": layers or default_feature_layers(parts.layers),
+        "num_target_layers": parts.layers,
+    }
+    shape = {
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or parts.hidden_size // config.num_attention_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": head_rope(config) | {name: more[name] for name in ("rope_theta",) if name in more},
+    }
+    if kind == "specblock":
+        shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
+    fields = shape_of(kind)[0]
+    own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
+    for name in sorted(more.keys() - own):
+        raise InvalidField("--shape", f"{name} is no field of a {kind} head that training can choose")
+    return fields.checked(shape | of_target | more, "--shape")
+
+
+def head_rope(config: Any) -> dict[str, Any]:
+    """Return how a new head for a target turns positions: all of a state, as the target does or its full attention."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in given.values()):
+        given = given.get("full_attention") or {}
+    partial = given.get("partial_rotary_factor") not in (None, 1)
+    return {"rope_theta": given.get("rope_theta", 10_000.0)} if partial or not given else dict(given)
+
+
+def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> str:
+    """Raise InvalidField unless a head of this shape, that reads these layers, can be made for the target.
+
+    Returns what else to know: where it does not turn positions as the target does.
+    """
+    config = AutoConfig.from_pretrained(target).get_text_config()
+    head = head_config(kind, config, read_target(target), DRAFT_VOCAB, layers, **shape)
+    if head.rope_parameters == getattr(config, "rope_parameters", None):
+        return ""
+    return f"the target's layers do not all turn positions alike; the head's rope_parameters: {head.rope_parameters}"
+
+
+def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
+    """Make a fresh draft model whose output layer starts as the target's."""
+    torch.manual_seed(seed)
+    model: Any = shape_of(config.kind)[1](config)
+    model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", "head.proj.weight")):
+                parameter.zero_()
+            elif name.endswith("position_queries.weight"):
+                nn.init.normal_(parameter, std=0.02)
+            elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
+                parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
+            elif name.endswith("lm_head.weight"):
+                parameter.copy_(output[draft_ids])
+    if not model.own_output:
+        model.lm_head.weight = output[draft_ids].float()
+    return Student(model, embedding.float())
+
+
+class FeatureHeadInTraining(Student, HeadInTraining):
+    """A head that reads the answers' layers, of a kind of ours."""
+
+    best_by = LENGTH
+
+    def __init__(
+        self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB, learns_by: Mapping[str, Any] | None = None
+    ) -> None:
+        """`learns_by` are fields of the HeadLoss of a kind that LOSSES does not have.
+
+        Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head.
+        """
+        kind, answers, options, record = config.kind, config.answers, config.options, config.work / HEAD
+        parts, output = read_target(config.target), read_output(config.target)
+        draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
+        if options.resume and record.exists():  # more answers may be there now, but the vocabulary stays
+            begun = json.loads(record.read_text(encoding="utf-8"))
+            draft_ids, reads = torch.tensor(begun["draft_ids"]), tuple(begun["config"]["feature_layers"])
+            if reads != answers.layers:
+                reason = f"{answers.folder} holds features of layers {answers.layers}, the head reads {reads}"
+                raise InvalidField("--lessons", reason)
+        more = dict(config.shape)
+        if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
+            more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
+        target = AutoConfig.from_pretrained(config.target).get_text_config()
+        sizes = head_config(kind, target, parts, len(draft_ids), answers.layers, **more)
+        fresh = build_student(sizes, parts.embedding_of(kind), output, draft_ids, options.seed)
+        super().__init__(fresh.model, cast(Tensor, fresh.embedding))
+        config.work.mkdir(parents=True, exist_ok=True)
+        begun = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
+        record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
+        self.teacher = Teacher(answers.read, output.to(options.device), draft_ids)
+        self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
+        # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
+        self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
+        batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
+        self.texts = {name: list(batch[:, :-1].to(options.device)) for name, batch in batches.items()}
+        """positions of held-out texts, (N + 1,) each, by the name of their domain"""
+
+    def begin(self, share: Callable[[], float]) -> None:
+        """Let the rank head and the mask start when so much of the run is done."""
+        self.trained.rank_on = lambda: share() >= RANK_AFTER
+        self.trained.mask_on = lambda: share() >= MASK_AFTER
+
+    def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
+        """Return the kind's loss."""
+        return self.trained(self, rows)
+
+    def held_out_loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
+        """Return the loss without a mask."""
+        return self.judge(self, rows)
+
+    def figures(self) -> dict[str, float]:
+        """Measure the accepted length."""
+        return {LENGTH: accepted_length(measure(self, self.trained, list(chain.from_iterable(self.texts.values()))))}
+
+    def export(self, folder: Path) -> str:
+        """Write the head in its public layout, with what is expected of it. Returns its acceptance for the card."""
+        self.bfloat16().float()  # what is measured is what is shipped: the rounded weights
+        model = cast(Any, self.model)
+        measured = {name: measure(self, self.trained, texts) for name, texts in self.texts.items()}
+        save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expectation(measured)}))
+        texts = list(chain.from_iterable(measured.values()))
+        shares = [f"{alpha:.3f}" for alpha in alphas(texts)]
+        return (
+            "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before were; "
+            f"a greedy chain would commit {accepted_length(texts):.2f} tokens a step.\n\n"
+            f"| k | {' | '.join(str(k) for k in range(1, len(shares) + 1))} |\n|---|{'---|' * len(shares)}\n"
+            f"| alpha | {' | '.join(shares)} |"
+        )
+
+
+def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
+    """Return the (size,) ids that are most frequent in the answers, ascending."""
+    counts = torch.bincount(answers.ids(), minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def build_llama(seed: int, **sizes: int) -> LlamaForCausalLM:
@@ -108,31 +291,26 @@ def build_llama(seed: int, **sizes: int) -> LlamaForCausalLM:
     return model
 
 
-def build_student(embedding: Tensor, positions: int, sizes: Mapping[str, int], seed: int = 0) -> LlamaForCausalLM:
-    """Make a small Llama over a target's vocabulary, whose embeddings start as the main components of the target's.
-
-    `embedding` (V, H) and `positions` are the target's.
-    """
-    student = build_llama(seed, **sizes, vocab_size=len(embedding), max_position_embeddings=positions)
-    with torch.no_grad():
-        wide = embedding.float()
-        left, strength, _ = torch.linalg.svd(wide - wide.mean(0), full_matrices=False)
-        width = min(sizes["hidden_size"], len(strength))
-        start = left[:, :width] * strength[:width]
-        student.model.embed_tokens.weight[:, :width] = start * (0.02 / start.std().clamp_min(1e-8))
-    return student
-
-
 class LanguageModelInTraining(HeadInTraining):
-    """A small causal LM that learns the target's distributions on its own answers."""
+    """A small causal Llama over the target's vocabulary that learns its distributions on its own answers.
+
+    Its embeddings start as the main components of the target's.
+    """
 
     output: Tensor
 
     def __init__(self, config: TrainingConfig, sizes: Mapping[str, int] = LM_SIZES) -> None:
         super().__init__()
-        self.config, target = config, AutoConfig.from_pretrained(config.target).get_text_config()
-        embedding, positions = read_target(config.target).embedding, target.max_position_embeddings
-        self.model: Any = build_student(embedding, positions, sizes, config.options.seed)
+        self.target = config.target
+        wide = read_target(config.target).embedding.float()
+        positions = AutoConfig.from_pretrained(config.target).get_text_config().max_position_embeddings
+        shape = {**sizes, "vocab_size": len(wide), "max_position_embeddings": positions}
+        self.model: Any = build_llama(config.options.seed, **shape)
+        with torch.no_grad():
+            left, strength, _ = torch.linalg.svd(wide - wide.mean(0), full_matrices=False)
+            width = min(sizes["hidden_size"], len(strength))
+            start = left[:, :width] * strength[:width]
+            self.model.model.embed_tokens.weight[:, :width] = start * (0.02 / start.std().clamp_min(1e-8))
         self.register_buffer("output", read_output(config.target).float(), persistent=False)
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
@@ -143,5 +321,5 @@ class LanguageModelInTraining(HeadInTraining):
 
     def export(self, folder: Path) -> None:
         """Write a model folder with the target's tokenizer."""
-        title = f"A small draft model for {read_run(self.config.work).target}"
-        write_model(folder, self.model, self.config.work, title)
+        self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        copy_tokenizer(self.target, folder)

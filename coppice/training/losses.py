@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import mul
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import Attend
+from coppice.heads.checkpoints import MASKED_KINDS
 from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.training.answers import Answer
 
@@ -43,7 +44,17 @@ class Teacher:
         return log_probs
 
 
-CHUNK = 512
+Distance = Callable[[Tensor, Tensor], Tensor]
+RANK_BOUNDS = (1, 4, 10)
+"""The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
+DECAY = 0.8
+"""weight of an EAGLE-3 step, or of a slot of a head that drafts at once, over the one before"""
+STEPS = 7
+"""of drafting that an EAGLE-3 head learns"""
+LATER_ROWS = 3
+"""later blocks learn from one row in so many"""
+ANCHOR_ROWS = 4
+"""blocks of masks learn from one row in so many"""
 
 
 def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, teacher_embedding: Tensor) -> Tensor:
@@ -52,16 +63,9 @@ def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, 
     hidden (T, H) and embedding (V, H) are the student's, teacher_hidden (T, H') and teacher_embedding (V, H') the
     teacher's, both tied models over one vocabulary.
     """
-    total = hidden.new_zeros(())
-    for h, t in zip(torch.split(hidden, CHUNK), torch.split(teacher_hidden, CHUNK), strict=True):
-        with torch.no_grad():
-            taught = (t @ teacher_embedding.T).float().softmax(-1)
-        total = total + F.cross_entropy((h @ embedding.T).float(), taught, reduction="sum")
-    return total / hidden.shape[0]
-
-
-Distance = Callable[[Tensor, Tensor], Tensor]
-_CE, _L1 = 0.1, 0.9
+    with torch.no_grad():
+        taught = (teacher_hidden @ teacher_embedding.T).float().softmax(-1)
+    return F.cross_entropy((hidden @ embedding.T).float(), taught)
 
 
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
@@ -80,7 +84,24 @@ def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
     """Return 0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)."""
     if not len(logits):
         return logits.sum()
-    return _CE * soft_loss(logits, taught) + _L1 * 2 * (1 - overlap(logits, taught)).mean()
+    return 0.1 * soft_loss(logits, taught) + 0.9 * 2 * (1 - overlap(logits, taught)).mean()
+
+
+def divergence(logits: Tensor, others: Tensor) -> Tensor:
+    """Return the mean KL(p || p') in nats of the distributions of (n, D) logits and (n, D) others."""
+    if not len(logits):
+        return logits.sum()
+    log_probs = logits.float().log_softmax(-1)
+    return (log_probs.exp() * (log_probs - others.float().log_softmax(-1))).sum(-1).mean()
+
+
+LOSSES: Mapping[str, dict[str, Any]] = {
+    "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
+    "eagle3": {"blocks": STEPS, "decay": DECAY},
+    # A slot weighs exp(-1 / 4) as much as the one before (DSpark, arXiv 2607.05147, section 5).
+    **{kind: {"distance": l1_loss, "decay": math.exp(-1 / 4), "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
+}
+"""the fields of HeadLoss that a kind of head learns by"""
 
 
 def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None, relaxed: bool = False) -> Tensor:
@@ -89,19 +110,16 @@ def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = 
     `chosen` are the (n,) ascending rows that later blocks start from; None for all N. If `relaxed`, a slot also sees
     the later ones of its own block.
     """
-    every = torch.arange(rows)
-    some = every if chosen is None else chosen
-    row, slot = (some if cuts else every).repeat_interleave(slots), torch.arange(slots)
-    own_slot = slot.repeat(len(some if cuts else every))
-    parts = []
-    for block in range(len(cuts) + 1):
-        of = every if block == 0 else some
-        their_row, their_slot = of.repeat_interleave(slots), slot.repeat(len(of))
-        last = torch.full_like(own_slot, slots - 1) if relaxed else own_slot
-        path = their_slot[None] < cuts[block] if block < len(cuts) else their_slot[None] <= last[:, None]
-        seen = (row[:, None] == their_row[None]) & path
-        parts.append(seen | (row[:, None] > their_row[None]) if block == 0 else seen)
-    return torch.cat(parts, dim=1)
+    every, last = torch.arange(rows), len(cuts)
+    starts = [every, *[every if chosen is None else chosen] * last]
+    key_row = torch.cat([of.repeat_interleave(slots) for of in starts])
+    key_slot = torch.cat([torch.arange(slots).repeat(len(of)) for of in starts])
+    key_block = torch.cat([torch.full((len(of) * slots,), block) for block, of in enumerate(starts)])
+    row, slot = key_row[key_block == last, None], key_slot[key_block == last, None]
+    on_path = (row == key_row) & (key_slot < torch.tensor([*cuts, slots])[key_block])
+    if not relaxed:
+        on_path &= (key_block < last) | (key_slot <= slot)
+    return on_path | ((key_block == 0) & (key_row < row))
 
 
 def anchored_visible(rows: Tensor, count: int, size: int, causal: bool) -> Tensor:
@@ -125,29 +143,13 @@ def attend_by(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor
     return out.transpose(1, 2)
 
 
-class PathAttention:
-    """Keys and values of the blocks so far, for every layer of one forward over (B, N) rows."""
-
-    def __init__(self, rows: int, slots: int, layers: int, chosen: Tensor | None = None, relaxed: bool = False) -> None:
-        """`chosen` are the rows that later blocks start from; None for all. `relaxed` is as for `visible`."""
-        self.rows, self.slots, self.layers, self.chosen, self.relaxed = rows, slots, layers, chosen, relaxed
-        self._stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
-        self.cuts: list[int] = []
-
-    def attends(self, device: torch.device) -> list[Attend]:
-        """Return each layer's attention for the next block; append its cut to `cuts` before the one after."""
-        mask = visible(self.rows, self.slots, self.cuts, self.chosen, self.relaxed).to(device)
-
-        def attend_in(layer: int) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                stored = self._stored[layer]
-                stored.append((key, value))
-                keys, values = (torch.cat(parts, dim=2) for parts in zip(*stored, strict=True))
-                return attend_by(mask, query, keys, values)
-
-            return attend
-
-        return [attend_in(layer) for layer in range(self.layers)]
+def attend_along(
+    stored: list[tuple[Tensor, Tensor]], mask: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return `attend_by` over the stored keys and values of earlier blocks and these, which are then stored, too."""
+    stored.append((key, value))
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(*stored, strict=True))
+    return attend_by(mask, query, keys, values)
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,11 @@ class Targets:
 
     def behind(self, offset: int) -> Tensor:
         """Return the (B, n) draft ids to predict `offset` places further than the next one; -1 where there is none."""
-        return self.gold[:, self._at(offset + 2)].where(self._inside(offset), -1)
+        return self.gold[:, self._at(offset + 2)].where(self.inside(offset), -1)
 
-    def outside(self, valid: Tensor, offset: int) -> int:
-        """Count the valid rows whose token is outside the draft vocabulary."""
-        return int((valid & self._inside(offset) & (self.behind(offset) < 0)).sum())
+    def inside(self, offset: int) -> Tensor:
+        """Return for (n,) rows whether their text has a token that many places further than the next one."""
+        return self.rows + offset + 2 < self.ids.shape[1]
 
     def admit(self, valid: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """Return those of the (B, n) valid rows that have a draft id to predict, and the m ids of the rows."""
@@ -187,9 +189,6 @@ class Targets:
         """Return the target's (m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
         text, row = admitted.nonzero(as_tuple=True)
         return self.log_probs[text, self._at(offset + 1)[row]]
-
-    def _inside(self, offset: int) -> Tensor:
-        return self.rows + offset + 2 < self.ids.shape[1]
 
     def _at(self, offset: int) -> Tensor:
         return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
@@ -206,20 +205,19 @@ def walk(
     if isinstance(model, MaskedBlockModel):
         yield block_states(student, answer, targets)
         return
-    config = model.config
+    config, stored = model.config, [list[tuple[Tensor, Tensor]]() for _ in range(model.config.num_hidden_layers)]
     condition, offset = model.condition(answer.features[:, :rows]), 0
-    attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, relaxed)
     for block, cut in enumerate(cuts):
+        mask = visible(rows, config.slots, cuts[:block], later, relaxed).to(condition.device)
         position = targets.rows[None] + (offset if config.block_rope_advance else 0)
+        attends = [partial(attend_along, layer, mask) for layer in stored]
         token = student.embedding[targets.token(offset)]
-        rope = model.rope(position, condition.dtype)
-        states = model(condition, token, rope, attention.attends(condition.device))
+        states = model(condition, token, model.rope(position, condition.dtype), attends)
         states = states.view(*condition.shape[:2], config.slots, -1)
         yield states
         condition, offset = states[:, :, cut - 1], offset + cut
         if block == 0:
             condition, targets = condition[:, later], replace(targets, rows=later)
-        attention.cuts.append(cut)
 
 
 def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
@@ -237,22 +235,14 @@ def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
     return states.view(*blocks.shape)[:, :, config.block_size - config.slots :]
 
 
-RANK_BOUNDS = (1, 4, 10)
-"""The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
-DECAY = 0.8
-"""weight of an EAGLE-3 step, or of a slot of a head that drafts at once, over the one before"""
-
-
 @dataclass(frozen=True)
 class SlotOutput:
     """A slot's logits (n, D), gold draft ids (n,) and rank logits (n, 4) on the rows that the mask admits."""
 
-    block: int
-    slot: int
     logits: Tensor
     gold: Tensor
-    outside: int
-    """rows, not among the n, whose token is outside the draft vocabulary"""
+    tried: int
+    """the n rows, and those whose token is outside the draft vocabulary"""
     ranks: Tensor | None = None
 
 
@@ -263,14 +253,6 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.register_buffer("embedding", embedding, persistent=False)
-
-
-def divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """Return the mean KL(p || p') in nats of the distributions of (n, D) logits and (n, D) others."""
-    if not len(logits):
-        return logits.sum()
-    log_probs = logits.float().log_softmax(-1)
-    return (log_probs.exp() * (log_probs - others.float().log_softmax(-1))).sum(-1).mean()
 
 
 @dataclass(frozen=True)
@@ -335,9 +317,9 @@ class HeadLoss:
         """Return the loss over two blocks without cuts, or over so many `steps` of a head with one of the `slots`."""
         return replace(self, blocks=steps if slots == 1 else 2, cut=slots)
 
-    def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
+    def __call__(self, student: Any, positions: Tensor) -> Tensor:
         """Return the loss in nats of the texts at (B, N + 1) positions."""
-        answer = self.teacher.read(inputs)
+        answer = self.teacher.read(positions)
         model, targets = student.model, Targets.of(answer, self.teacher)
         # Drawn from the batch itself, so that a resumed run repeats it.
         drawn = int(answer.ids.sum())
@@ -351,7 +333,7 @@ class HeadLoss:
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
         sure = getattr(model, "confidence_head", None) is not None and self.rank_on()
         ranked = hasattr(model, "rank_head") and self.rank_on()
-        valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
+        valid = torch.ones_like(positions[:, : len(targets.rows)], dtype=torch.bool)
         walked = zip(self.states(student, answer, targets, later, cuts), near, strict=False)
         for block, (states, anchored) in enumerate(walked):
             of_block, right = states.new_zeros(()), valid
@@ -375,8 +357,8 @@ class HeadLoss:
                     of_block = of_block + weight * loss
                 weights, weight = weights + weight, weight * (self.decay or 1.0)
                 if self.observe is not None:
-                    outside = targets.outside(right, offset + slot)
-                    self.observe(SlotOutput(block, slot, logits.detach(), gold, outside, ranks))
+                    tried = int((right & targets.inside(offset + slot)).sum())
+                    self.observe(SlotOutput(logits.detach(), gold, tried, ranks))
                 if self.valid_prefix and self.mask_on():  # equation 5
                     right = right_rows(admitted, logits, gold)
             total, offset = total + of_block, offset + cuts[block]
@@ -386,85 +368,37 @@ class HeadLoss:
         return total if self.decay is None else total / weights
 
 
-BUCKETS = 4
+Counts = list[tuple[int, int]]
+"""(right, tried) of the drafts of a text at each place, in drafting order, where those before them were right"""
 
 
-@dataclass
-class Acceptance:
-    """Counts over held-out rows."""
+def alphas(measured: Iterable[Counts]) -> list[float]:
+    """Return the share of right drafts at each place over some texts."""
+    places = zip(*measured, strict=True)
+    return [sum(right for right, _ in place) / max(1, sum(tried for _, tried in place)) for place in places]
 
-    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """by block and slot"""
-    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
-    confusion: Tensor = field(default_factory=lambda: torch.zeros(BUCKETS, BUCKETS, dtype=torch.int64))
-    """[gold bucket, predicted bucket]"""
 
-    def count(self, output: SlotOutput) -> None:
-        """Count the right rows of a slot."""
-        place = output.block, output.slot
-        self.hits[place] += int((output.logits.argmax(-1) == output.gold).sum())
-        self.rows[place] += len(output.gold) + output.outside
-        if output.ranks is not None:
-            pairs = bucket_of(output.logits, output.gold) * BUCKETS + output.ranks.argmax(-1)
-            self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
-
-    def __add__(self, other: Acceptance) -> Acceptance:
-        """Join the counts over other rows."""
-        joined = Acceptance(self.hits.copy(), self.rows.copy(), self.confusion + other.confusion)
-        joined.hits.update(other.hits)
-        joined.rows.update(other.rows)
-        return joined
-
-    @property
-    def counts(self) -> list[tuple[int, int]]:
-        """(right, tried) by place, in drafting order."""
-        return [(self.hits[place], self.rows[place]) for place in sorted(self.hits)]
-
-    @property
-    def alphas(self) -> dict[tuple[int, int], float]:
-        """alpha by (block, slot), in drafting order."""
-        return {place: self.hits[place] / max(1, self.rows[place]) for place in sorted(self.hits)}
-
-    @property
-    def length(self) -> float:
-        """Tokens a step would commit with a greedy chain, the root included."""
-        total, reached = 1.0, 1.0
-        for alpha in self.alphas.values():
-            reached *= alpha
-            total += reached
-        return total
-
-    def markdown(self) -> str:
-        """Return the section of a model card."""
-        alphas = " | ".join(f"{alpha:.3f}" for alpha in self.alphas.values())
-        places = range(1, len(self.alphas) + 1)
-        return (
-            "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before were; "
-            f"a greedy chain would commit {self.length:.2f} tokens a step (report.json).\n\n"
-            f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
-        )
-
-    def ranks(self) -> list[dict[str, float]]:
-        """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
-        counts = self.confusion.double()
-        right, gold, predicted = counts.diag(), counts.sum(1), counts.sum(0)
-        precision, recall = right / predicted.clamp_min(1), right / gold.clamp_min(1)
-        columns = {
-            "frequency": gold / gold.sum().clamp_min(1),
-            "precision": precision,
-            "recall": recall,
-            "f1": 2 * precision * recall / (precision + recall).clamp_min(1e-9),
-        }
-        return [{name: float(column[bucket]) for name, column in columns.items()} for bucket in range(BUCKETS)]
+def accepted_length(measured: Iterable[Counts]) -> float:
+    """Return the tokens a step would commit with a greedy chain, the root included."""
+    reached: Iterable[float] = accumulate(alphas(measured), mul)
+    return 1.0 + sum(reached)
 
 
 @torch.no_grad()
-def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> Acceptance:
-    """Draft greedily behind every token of texts at (N + 1,) positions.
+def measure(
+    student: Any, loss: HeadLoss, texts: Sequence[Tensor], observe: Callable[[SlotOutput], None] | None = None
+) -> list[Counts]:
+    """Draft greedily behind every token of texts at (N + 1,) positions; `observe` is given each slot's output.
 
     The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
     """
-    acceptance = Acceptance()
+    measured = list[Counts]()
+
+    def count(output: SlotOutput) -> None:
+        measured[-1].append((int((output.logits.argmax(-1) == output.gold).sum()), output.tried))
+        if observe is not None:
+            observe(output)
+
     chain = replace(
         loss.whole(student.model.config.slots, steps=8),
         every=1,
@@ -472,8 +406,9 @@ def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> Acceptance
         valid_prefix=True,
         mask_on=lambda: True,
         rank_on=lambda: True,
-        observe=acceptance.count,
+        observe=count,
     )
     for text in texts:
-        chain(student, text[None], text[None])
-    return acceptance
+        measured.append([])
+        chain(student, text[None])
+    return measured

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Event, Thread
-from types import TracebackType
+import time
 from typing import Self
 
 from rich.console import Console
@@ -20,18 +19,16 @@ class Progress:
     def __init__(self, unit: str, total: int | None = None) -> None:
         """`unit`: what is counted; `total`: how many of them there are, if that is known."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-        self._console, self._unit, self._ended = Console(), unit, Event()
+        self._console, self._unit, self._printed = Console(), unit, time.monotonic()
         self._bar = Bar(
             *columns,
-            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
             speed_estimate_period=3600,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=total, rate="")
-        self._lines = Thread(target=self._print_lines, daemon=True)
+        self._task = self._bar.add_task("starting", total=total)
 
     def say(self, doing: str) -> None:
         """Show what is being done now."""
@@ -40,12 +37,12 @@ class Progress:
     def add(self, count: int = 1) -> None:
         """Count what is done."""
         self._bar.advance(self._task, count)
+        self._print_line()
 
     def reach(self, done: int, total: int) -> None:
         """Say how many are done, of so many; the first call says how many were done before."""
         self._bar.update(self._task, completed=min(done, total), total=total)
-        speed = self._bar.tasks[0].speed
-        self._bar.update(self._task, rate=f"{speed:.1f} {self._unit}/s" if speed else "")
+        self._print_line()
 
     def print(self, line: str) -> None:
         """Print a line that stays."""
@@ -53,20 +50,16 @@ class Progress:
 
     def __enter__(self) -> Self:
         self._bar.start()
-        if not self._console.is_terminal:
-            self._lines.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _print_lines(self) -> None:
-        while not self._ended.wait(LINE_S):
-            (task,) = self._bar.tasks
-            line = f"{task.description}: {task.completed:.0f} {self._unit}"
-            if task.total:
-                line = f"{task.description}: {task.completed:.0f} of {task.total:.0f} {self._unit}"
-                if seconds := task.time_remaining:
-                    line += f", {seconds} s left"
-            self.print(", ".join(filter(None, (line, task.fields["rate"]))))
+    def _print_line(self) -> None:
+        if self._console.is_terminal or time.monotonic() - self._printed < LINE_S:
+            return
+        self._printed = time.monotonic()
+        (task,) = self._bar.tasks
+        total = f" of {task.total:.0f}" if task.total else ""
+        left = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
+        self.print(f"{task.description}: {task.completed:.0f}{total} {self._unit}{left}")

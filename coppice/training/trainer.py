@@ -1,139 +1,81 @@
-"""The training loop of every kind of head: step, report, evaluate, checkpoint; resumable at every step."""
+"""The training loop of every kind of head: step, report, evaluate, checkpoint, export; resumable at every step.
+
+A run's work folder, beside the model folder that it makes, has checkpoint.pt, best.safetensors and log.jsonl.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
+import os
 import re
+import shutil
+import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from coppice.engine.modules import pays
 from coppice.errors import InvalidField
-from coppice.training.data import Packed, Reader, check_held_out, held_out_batches
+from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, RunOptions, TrainingConfig
 from coppice.training.progress import Progress
-from coppice.training.run_folder import (
-    BEST,
-    CARD,
-    Named,
-    checkpoints,
-    load_checkpoint,
-    load_weights,
-    read_run,
-    replacing,
-    save_checkpoint,
-    save_weights,
-    stop_signal,
-    write_card,
+
+CHECKPOINT, BEST, CARD = "checkpoint.pt", "best.safetensors", "README.md"
+CHECKPOINT_S = 180.0
+OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
+"""matrices that read or write tokens, slots, buckets or chances: AdamW trains them"""
+MUON_STEPS = 4
+"""Newton-Schulz iterations; a fifth made no run better"""
+CLIP = 0.5
+"""largest norm of a gradient"""
+WEIGHT_DECAY = 0.01
+SMALL_UNTIL = 1_500_000
+"""tokens of small steps: early gradients agree, so more steps are worth more than better ones"""
+LONG_SHARE = 0.2
+"""share of the run, its last, in long rows: positions beyond `length` must have been seen once"""
+MICRO_TOKENS = 256
+"""tokens of a forward; its activations stay in the caches"""
+EVAL_ROWS = 8
+TAUGHT = (
+    "Trained to predict the target's distribution at every position of its own answers to prompts of the text below, "
+    "half of them at temperature 1, the others at 0 and 0.7."
 )
 
 
-class Schedule(BaseModel):
-    """Warm-up, then constant and linear decay to zero (WSD), or cosine to zero. All lengths are in tokens."""
+@dataclass(frozen=True)
+class Recipe:
+    """A run's lengths, all in tokens, and peak learning rates: they rise at first and fall to zero along a cosine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tokens: PositiveInt
-    """Tokens of the whole run."""
-    warmup: PositiveInt = 60_000
-    cosine: bool = False
-    decay: PositiveFloat = 0.3
-    """Share of the run over which the rate falls to zero."""
-    length: PositiveInt = 256
-    long_length: PositiveInt = 512
-    """Row length in the last `long_share` of the run: positions beyond `length` must have been seen once."""
-    long_share: float = 0.15
-    batch: PositiveInt = 4096
-    small_batch: PositiveInt = 2048
-    """Tokens a step before `small_until`: early gradients agree, so more steps are worth more than better ones."""
-    small_until: int = 1_500_000
+    tokens: int
+    """of the whole run"""
+    adam: float = 2e-3
+    muon: float = 0.02
+    """of the matrices inside; 0 gives them to AdamW"""
+    small_batch: int = 512
+    batch: int = 1024
+    length: int = 128
+    long_length: int = 256
+    eval_tokens: int = 100_000
 
     def rate(self, seen: int) -> float:
         """Return the factor on every learning rate after `seen` tokens."""
-        risen = (seen + self.batch) / self.warmup
-        if self.cosine:
-            return max(0.0, min(risen, 0.5 + 0.5 * math.cos(math.pi * min(1.0, seen / self.tokens))))
-        return max(0.0, min(1.0, (self.tokens - seen) / (self.tokens * self.decay), risen))
+        risen = (seen + self.batch) / min(20_000, -(-self.tokens // 10))
+        return max(0.0, min(risen, 0.5 + 0.5 * math.cos(math.pi * min(1.0, seen / self.tokens))))
 
     def shape(self, seen: int) -> tuple[int, int]:
         """Return (rows, length) of the step after `seen` tokens."""
-        length = self.long_length if seen >= self.tokens * (1 - self.long_share) else self.length
-        batch = self.small_batch if seen < self.small_until else self.batch
-        return max(1, batch // length), length
-
-
-def share_weights(model: HeadInTraining) -> HeadInTraining:
-    """Return a replica with gradients of its own over the same weight storage, which shares all that is not trained."""
-    shared = {id(buffer): buffer for buffer in model.buffers()}
-    for part in model.modules():
-        shared |= {id(value): value for name, value in vars(part).items() if not name.startswith("_")}
-    replica = copy.deepcopy(model, shared)
-    for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
-        mine.data = theirs.data
-    return replica
-
-
-class Workers:
-    """`num_workers` threads that share out the rows of a batch."""
-
-    def __init__(self, model: HeadInTraining, source: Any, num_workers: int, micro_tokens: int) -> None:
-        """A part has `micro_tokens` tokens; about 512 keep its activations in the caches."""
-        self.source, self.micro_tokens = source, micro_tokens
-        self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
-        self._torch_threads = torch.get_num_threads()
-        if num_workers > 1:  # a core each; a single one keeps all of torch's
-            torch.set_num_threads(1)
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="training")
-
-    def close(self) -> None:
-        """End the threads and give torch its own back."""
-        self._pool.shutdown()
-        torch.set_num_threads(self._torch_threads)
-
-    def backward(self, rows: Tensor) -> float:
-        """Add the gradients of the mean loss of (B, T) rows to the model's and return that loss in nats."""
-
-        def job(model: HeadInTraining, part: Tensor) -> float:
-            with autocast(part.device):
-                loss = model.loss(self.source, part) * (len(part) / len(rows))
-            loss.backward()  # type: ignore[no-untyped-call]
-            return float(loss.detach())
-
-        total = self._share_out(job, rows)
-        for replica in self.replicas[1:]:
-            for p, q in zip(self.replicas[0].parameters(), replica.parameters(), strict=True):
-                if q.grad is not None:
-                    p.grad = q.grad if p.grad is None else p.grad.add_(q.grad)
-                    q.grad = None
-        return total
-
-    def held_out_loss(self, rows: Tensor) -> float:
-        """Return the mean held-out loss of (B, T) rows in nats, without gradients."""
-
-        def job(model: HeadInTraining, part: Tensor) -> float:
-            with torch.no_grad(), autocast(part.device):
-                return float(model.held_out_loss(self.source, part)) * len(part) / len(rows)
-
-        return self._share_out(job, rows)
-
-    def _share_out(self, job: Callable[[HeadInTraining, Tensor], float], rows: Tensor) -> float:
-        """Return the sum of `job` over parts of the rows; each replica takes the next part when it is free."""
-        parts = iter(torch.split(rows, max(1, self.micro_tokens // rows.shape[1])))  # one for all threads
-
-        def work(replica: HeadInTraining) -> float:
-            return sum(job(replica, part) for part in parts)
-
-        return float(sum(self._pool.map(work, self.replicas)))
+        length = self.long_length if seen >= self.tokens * (1 - LONG_SHARE) else self.length
+        return max(1, (self.small_batch if seen < SMALL_UNTIL else self.batch) // length), length
 
 
 class Muon(torch.optim.Muon):
@@ -167,10 +109,16 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     return (x.T if tall else x).to(matrix.dtype)
 
 
-OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
-"""matrices that read or write tokens, slots, buckets or chances"""
-MUON_STEPS = 4
-"""Newton-Schulz iterations; a fifth made no run better"""
+def make_optimisers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Give the matrices inside to Muon; embeddings, the output layer and norms go to AdamW."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if recipe.muon and p.ndim == 2 and not OUTSIDE.search(name)]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in named.values() if id(p) not in chosen]
+    adamw = torch.optim.AdamW(others, lr=recipe.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    if not matrices:
+        return [adamw]
+    return [Muon(matrices, lr=recipe.muon, weight_decay=WEIGHT_DECAY, ns_steps=MUON_STEPS), adamw]
 
 
 @dataclass
@@ -182,202 +130,200 @@ class Counters:
     seconds: float = 0.0
     best: float = float("inf")
     """lowest so far: the held-out loss, or a figure's negative"""
-    best_loss: float = float("inf")
-    """the held-out loss of those weights"""
     best_tokens: int = 0
     drawn: dict[str, int] = field(default_factory=dict)
     held_out: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Peak learning rates and how often things happen."""
-
-    muon: float = 0.02
-    """of the matrices inside; 0 gives them to AdamW"""
-    adam: float = 3e-3
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    eval_tokens: int = 200_000
-    eval_rows: int = 12
-    patience_tokens: int = 1_000_000
-    checkpoint_seconds: float = 180.0
-    micro_tokens: int = 512
-
-
-HEAD_RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
-"""of heads that read features"""
-ADAMW_RATES = replace(HEAD_RATES, muon=0.0, adam=1e-3)
-"""the paper's optimiser; on the demo target it took 2.4 times as many tokens to the same held-out loss"""
-LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)
-
-
-def head_schedule(tokens: int) -> Schedule:
-    """Return a cosine with warm-up, in small steps over short rows."""
-    return Schedule(
-        tokens=tokens,
-        cosine=True,
-        warmup=min(20_000, -(-tokens // 10)),
-        small_batch=512,
-        batch=1024,
-        length=128,
-        long_length=256,
-        long_share=0.2,
-    )
-
-
-def lm_schedule(tokens: int) -> Schedule:
-    """Return a short run in small steps."""
-    return Schedule(tokens=tokens, warmup=min(20_000, -(-tokens // 10)), batch=2048, length=128, long_length=256)
-
-
-def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
-    """Give the matrices inside to Muon; embeddings, the output layer and norms go to AdamW."""
-    named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if rates.muon and p.ndim == 2 and not OUTSIDE.search(name)]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in named.values() if id(p) not in chosen]
-    adamw = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    if not matrices:
-        return [adamw]
-    return [Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS), adamw]
-
-
 class Trainer:
-    """Trains a head on what `source.domains()` gives into a work folder (checkpoints/, best.safetensors, log.jsonl)."""
+    """Trains a head on what `source.domains()` gives, in a work folder."""
 
-    def __init__(
-        self,
-        model: HeadInTraining,
-        source: Any,
-        schedule: Schedule,
-        folder: Path,
-        rates: Rates,
-        options: RunOptions,
-    ) -> None:
+    def __init__(self, model: HeadInTraining, source: Any, recipe: Recipe, work: Path, options: RunOptions) -> None:
         """`source` is handed to the model's losses. The best weights have the highest figure `model.best_by`, or the
         lowest held-out loss. Raises DataError when nothing is held out.
         """
-        self.domains: list[Packed] = source.domains()
-        check_held_out(self.domains, schedule.length + 1)
-        self.model, self.schedule, self.folder, self.rates = model, schedule, folder, rates
-        self.workers = Workers(model, source, options.num_workers, rates.micro_tokens)
-        self.optimisers = make_optimisers(model, rates)
-        self.counters = Counters()
-        self.reader = Reader(self.domains, options.seed, max(schedule.length, schedule.long_length))
-        self.device, self.resume = torch.device(options.device), options.resume
-        folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def named(self) -> Named:
-        """The model's parameters by name."""
-        return dict(self.model.named_parameters())
-
-    @property
-    def _stale(self) -> bool:
-        """The last `patience_tokens` made nothing better."""
-        best = self.counters.best_tokens
-        return best > 0 and self.counters.tokens - best > self.rates.patience_tokens
-
-    def _load_newest(self) -> None:
-        """Load the newest checkpoint, if any; the data goes on at the next unread row."""
-        if saved := checkpoints(self.folder / "checkpoints"):
-            self.counters = Counters(**load_checkpoint(saved[-1], self.named, self.optimisers))
+        self.domains = source.domains()
+        check_held_out({domain.name: len(domain.held_out) for domain in self.domains}, recipe.length + 1)
+        self.model, self.source, self.recipe, self.work = model.to(options.device), source, recipe, work
+        self.device = torch.device(options.device)
+        self.optimisers, self.counters = make_optimisers(model, recipe), Counters()
+        self.reader = Reader(self.domains, options.seed, max(recipe.length, recipe.long_length))
+        work.mkdir(parents=True, exist_ok=True)
+        if options.resume and (work / CHECKPOINT).exists():
+            saved = torch.load(work / CHECKPOINT, weights_only=True)
+            load_parameters(model, saved["weights"])
+            for optimiser, state in zip(self.optimisers, saved["optimisers"], strict=True):
+                optimiser.load_state_dict(state)
+            self.counters = Counters(**saved["counters"])
             self.reader.drawn.update(self.counters.drawn)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of this very step."""
+        """Write a checkpoint of this very step, which takes the place of the one before."""
         self.counters.drawn = dict(self.reader.drawn)
-        save_checkpoint(
-            self.folder / "checkpoints", self.counters.step, self.named, self.optimisers, vars(self.counters).copy()
-        )
+        state = {
+            "weights": {name: p.detach() for name, p in self.model.named_parameters()},
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            "counters": vars(self.counters),
+        }
+        torch.save(state, self.work / f"{CHECKPOINT}.partial")
+        os.replace(self.work / f"{CHECKPOINT}.partial", self.work / CHECKPOINT)
 
     def train(self, title: str) -> bool:
-        """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written).
+        """Run to the end; False when a signal stopped it first (a checkpoint is then written).
 
         `title` is what progress is called.
         """
-        if self.resume:
-            self._load_newest()
+        counters, tokens, eval_tokens = self.counters, self.recipe.tokens, self.recipe.eval_tokens
         last_checkpoint, smooth = time.monotonic(), 0.0
-        try:
-            with stop_signal() as stopping, Progress("tokens", self.schedule.tokens) as progress:
-                while self.counters.tokens < self.schedule.tokens and not stopping.is_set() and not self._stale:
-                    started = time.monotonic()
-                    before = self.counters.tokens
-                    loss = self._step()
-                    if loss is None:
-                        break
-                    self.counters.seconds += time.monotonic() - started
-                    smooth = 0.95 * smooth + 0.05 * loss if smooth else loss
-                    progress.say(f"{title}, step {self.counters.step}, loss {smooth:.3f}")
-                    progress.reach(self.counters.tokens, self.schedule.tokens)
-                    if before // self.rates.eval_tokens != self.counters.tokens // self.rates.eval_tokens:
-                        self._evaluate(loss, progress)
-                    if time.monotonic() - last_checkpoint > self.rates.checkpoint_seconds:
-                        self.checkpoint()
-                        last_checkpoint = time.monotonic()
-                if stopping.is_set():
-                    progress.print(f"trained on {self.counters.tokens:,} tokens, go on with --resume")
-                else:
-                    self._evaluate(None, progress)
-                self.checkpoint()
-        finally:
-            self.workers.close()
+        with stop_signal() as stopping, Progress("tokens", tokens) as progress:
+            while counters.tokens < tokens and not stopping.is_set():
+                started, before = time.monotonic(), counters.tokens
+                loss = self._step()
+                if loss is None:
+                    break
+                counters.seconds += time.monotonic() - started
+                smooth = 0.95 * smooth + 0.05 * loss if smooth else loss
+                progress.say(f"{title}, step {counters.step}, loss {smooth:.3f}")
+                progress.reach(counters.tokens, tokens)
+                if before // eval_tokens != counters.tokens // eval_tokens:
+                    self._evaluate(loss, progress)
+                if time.monotonic() - last_checkpoint > CHECKPOINT_S:
+                    self.checkpoint()
+                    last_checkpoint = time.monotonic()
+            if stopping.is_set():
+                progress.print(f"trained on {counters.tokens:,} tokens, go on with --resume")
+            else:
+                self._evaluate(None, progress)
+            self.checkpoint()
         return not stopping.is_set()
 
     def _step(self) -> float | None:
-        rows, length = self.schedule.shape(self.counters.tokens)
+        """Learn from one batch and return its loss in nats; None when the data is used up."""
+        rows, length = self.recipe.shape(self.counters.tokens)
         batch = self.reader.next_batch(rows, length)
         if batch is None:
             return None
-        rate = self.schedule.rate(self.counters.tokens)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
-        loss = self.workers.backward(torch.from_numpy(batch[:, :-1]).to(self.device))
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.recipe.rate(self.counters.tokens)
+        positions, total = torch.from_numpy(batch[:, :-1]).to(self.device), 0.0
+        for part in torch.split(positions, max(1, MICRO_TOKENS // length)):
+            with autocast(self.device):
+                loss = self.model.loss(self.source, part) * (len(part) / rows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
         for optimiser in self.optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if loss != loss:
+        if total != total:
             raise FloatingPointError(f"the loss is not a number after {self.counters.tokens} tokens")
         self.counters.step += 1
         self.counters.tokens += rows * length
-        return loss
+        return total
+
+    @torch.no_grad()
+    def _held_out_loss(self, rows: Tensor) -> float:
+        with autocast(self.device):
+            parts = torch.split(rows.to(self.device), max(1, MICRO_TOKENS // rows.shape[1]))
+            return sum(float(self.model.held_out_loss(self.source, part)) * len(part) / len(rows) for part in parts)
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
-        batches = held_out_batches(self.domains, self.rates.eval_rows, self.schedule.length)
-        held_out = {name: self.workers.held_out_loss(rows[:, :-1].to(self.device)) for name, rows in batches.items()}
-        weights = {d.name: d.weight for d in self.domains if d.name in held_out}
-        mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
-        self.counters.held_out = held_out
+        counters, batches = self.counters, held_out_batches(self.domains, EVAL_ROWS, self.recipe.length)
+        counters.held_out = {name: self._held_out_loss(rows[:, :-1]) for name, rows in batches.items()}
+        weights = {domain.name: domain.weight for domain in self.domains if domain.name in batches}
+        mean = sum(counters.held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         measured = self.model.figures()
         score = -measured[self.model.best_by] if self.model.best_by else mean
-        if score < self.counters.best:
-            self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
-            save_weights(self.folder / BEST, self.named)
-        figures = "  ".join(f"{name} {value:.3f}" for name, value in (held_out | measured).items())
-        progress.print(f"held out after {self.counters.tokens:,} tokens: {mean:.3f} ({figures})")
-        row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(row | {"held_out": held_out}) + "\n")
+        if score < counters.best:
+            counters.best, counters.best_tokens = score, counters.tokens
+            parameters = {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters()}
+            save_file(parameters, self.work / f"{BEST}.partial")
+            os.replace(self.work / f"{BEST}.partial", self.work / BEST)
+        figures = "  ".join(f"{name} {value:.3f}" for name, value in (counters.held_out | measured).items())
+        progress.print(f"held out after {counters.tokens:,} tokens: {mean:.3f} ({figures})")
+        row = measured | {"tokens": counters.tokens, "seconds": round(counters.seconds, 1), "loss": loss}
+        with (self.work / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(row | {"held_out": counters.held_out}) + "\n")
 
 
-def train_head(head: HeadInTraining, config: TrainingConfig, schedule: Schedule, rates: Rates) -> bool:
+def train_head(head: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> bool:
     """Train in `config.work`; False when a signal stopped the run before its end."""
-    trainer = Trainer(head.to(config.options.device), config.answers, schedule, config.work, rates, config.options)
-    head.begin(lambda: trainer.counters.tokens / schedule.tokens)
+    trainer = Trainer(head, config.answers, recipe, config.work, config.options)
+    head.begin(lambda: trainer.counters.tokens / recipe.tokens)
     return trainer.train(config.kind)
 
 
-def export_head(head: HeadInTraining, config: TrainingConfig, out: Path) -> None:
-    """Write the head folder `out` from the run's best weights; an older one is replaced when it is complete."""
-    load_weights(config.work / BEST, dict(head.named_parameters()))
+def export_model(
+    model: HeadInTraining,
+    work: Path,
+    out: Path,
+    title: str,
+    command: str,
+    data: dict[str, dict[str, Any]],
+    how: str = TAUGHT,
+) -> None:
+    """Write the model folder `out` from the run's best weights, with a card; an older one is replaced when it is
+    complete.
+
+    command: the line that made it. data: what the card tells of each domain. how: the way it was trained.
+    """
+    load_parameters(model, load_file(work / BEST))
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    state = torch.load(work / CHECKPOINT, weights_only=True, map_location="cpu")["counters"]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
+    best = "longest accepted length" if state["best"] < 0 else "lowest loss"
+    training = (
+        f"## Training\n{how}\n```\n{command}\n```\n"
+        f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
+        f"These are the weights with the {best} on held-out text, after {state['best_tokens']:,} tokens."
+    )
+    rows = ["| domain | documents | held out | tokens | epochs | held-out loss |", "|---|---|---|---|---|---|"]
+    for name, fact in data.items():
+        counts = " | ".join(f"{fact[key]:,}" for key in ("documents", "held_out_documents", "tokens"))
+        loss = f"{state['held_out'][name]:.3f}" if name in state["held_out"] else "none held out"
+        rows.append(f"| {name} | {counts} | {state['drawn'].get(name, 0) / max(1, fact['tokens']):.2f} | {loss} |")
+    sources = [f"- {name}: {', '.join(fact['sources'])}" for name, fact in data.items()]
+    rule = "A document is held out when the SHA-256 of its text, taken modulo 20, is 0."
     with replacing(out) as partial:
-        head.export(partial)
+        more = model.export(partial)
+        parts = (
+            f"# {title}\n\n{size:.1f}M parameters.",
+            training,
+            "\n".join(["## Data", *rows, "", *sources, "", rule]),
+        )
         if not (partial / CARD).exists():
-            run = read_run(config.work)
-            write_card(partial, f"A {config.kind} draft head for {run.target}", head, run)
+            (partial / CARD).write_text("\n\n".join(filter(None, (*parts, more))) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def load_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy tensors into all parameters of their names. Raises KeyError where one is missing."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """Give an empty folder to write into; at the end, and only without an error, it takes the place of `out`."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+@contextmanager
+def stop_signal() -> Iterator[Event]:
+    """Let SIGTERM set an event, so that what works can end at a place to go on from."""
+    stopping = Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def usable_device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
@@ -19,7 +20,17 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.stack.spec import StackSpec
 from coppice.training.answers import Answer, Answerer, as_positions
-from coppice.training.losses import Acceptance, HeadLoss, Student, Teacher, measure
+from coppice.training.losses import (
+    Counts,
+    HeadLoss,
+    SlotOutput,
+    Student,
+    Teacher,
+    accepted_length,
+    alphas,
+    bucket_of,
+    measure,
+)
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
@@ -121,7 +132,7 @@ class BranchingHead(SpecBlockHead):
 
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
     """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
-    ranks, alphas, trees = list[Line](), list[Line](), list[Line]()
+    ranks, chains, trees = list[Line](), list[Line](), list[Line]()
     read: dict[tuple[int, ...], list[tuple[Answer, int]]] = {}
     with Progress("heads", len(spec.heads)) as progress:
         for head in spec.heads:
@@ -132,18 +143,20 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
                 read[layers] = answers(spec.target, prompts, new_tokens, layers)
             texts, name = read[layers], {"head": head.name}
             progress.say(f"{head.name} drafts along the answers")
-            accepted = accepted_along(head.path, spec.target, [text for text, _ in texts])
-            ranks += [name | {"bucket": at, **row} for at, row in zip(BUCKETS, accepted.ranks(), strict=True)]
-            places = {f"{block + 1}.{slot + 1}": alpha for (block, slot), alpha in accepted.alphas.items()}
-            alphas.append(name | places | {"chain": accepted.length})
+            accepted, confusion = accepted_along(head.path, spec.target, [text for text, _ in texts])
+            ranks += [name | {"bucket": at, **row} for at, row in zip(BUCKETS, rank_rows(confusion), strict=True)]
+            shares = alphas(accepted)
+            slots = len(shares) // BLOCKS
+            places = {f"{at // slots + 1}.{at % slots + 1}": share for at, share in enumerate(shares)}
+            chains.append(name | places | {"chain": accepted_length(accepted)})
             for tree, gain in tree_gains(head.path, spec.target, texts, budget).items():
                 told = {"tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
                 trees.append(name | told)
             progress.add()
-    shares = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
-    report.add_figures("rank_head", "does the rank head know where it is right?", ranks, shares)
+    percent = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
+    report.add_figures("rank_head", "does the rank head know where it is right?", ranks, percent)
     title = "alpha by block and slot along a greedy chain, and what it would commit"
-    report.add_figures("alpha", title, alphas, dict.fromkeys(alphas[0].keys() - {"head", "chain"}, ".3f"))
+    report.add_figures("alpha", title, chains, dict.fromkeys(chains[0].keys() - {"head", "chain"}, ".3f"))
     title = f"trees of at most {budget} nodes along the target's greedy answers"
     report.add_figures("trees", title, trees, {"tau": ".3f", "nodes": ".1f"})
 
@@ -153,26 +166,44 @@ def answers(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     layers: tuple[int, ...] = (),
-    temperature: float = 0.0,
-    seed: int = 0,
 ) -> list[tuple[Answer, int]]:
     """The target's answers, in float32, with the features of `layers` (empty: the default ones), and each prompt's
     length.
-
-    At T > 0 the n-th is the answer to a request with the n-th seed from `seed` on.
     """
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     engine = load_engine(target, kv_tokens=sum(lengths) + 32 * len(lengths))
-    texts = Answerer(engine, layers=layers).answer(prompts, lengths, temperature, seed, keyed=True)
+    texts = Answerer(engine, layers=layers).answer(prompts, lengths)
     return list(zip(texts, map(len, prompts), strict=True))
 
 
-def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Acceptance:
-    """How often a SpecBlock head is right along whole texts, prompts included."""
+def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple[list[Counts], Tensor]:
+    """How often a SpecBlock head is right along whole texts, prompts included, and (4, 4) counts of its drafts by the
+    bucket of the gold token and the one that the rank head predicts."""
     loaded = load_head("specblock", folder, target)
     read, positions = as_positions(texts)
     teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
-    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
+    confusion = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64)
+
+    def count(output: SlotOutput) -> None:
+        if output.ranks is not None:
+            places = bucket_of(output.logits, output.gold), output.ranks.argmax(-1)
+            confusion.index_put_(places, torch.ones((), dtype=torch.int64), accumulate=True)
+
+    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions, count), confusion
+
+
+def rank_rows(confusion: Tensor) -> list[dict[str, float]]:
+    """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
+    counts = confusion.double()
+    right, gold, predicted = counts.diag(), counts.sum(1), counts.sum(0)
+    precision, recall = right / predicted.clamp_min(1), right / gold.clamp_min(1)
+    columns = {
+        "frequency": gold / gold.sum().clamp_min(1),
+        "precision": precision,
+        "recall": recall,
+        "f1": 2 * precision * recall / (precision + recall).clamp_min(1e-9),
+    }
+    return [{name: float(column[bucket]) for name, column in columns.items()} for bucket in range(len(BUCKETS))]
 
 
 def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:

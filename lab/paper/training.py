@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from coppice.training.answers import Answer
-from coppice.training.feature_heads import LATER_ROWS, FeatureHeadInTraining
-from coppice.training.heads import TrainingConfig
-from coppice.training.losses import DECAY, Targets, attend_by, walk
+from coppice.training.heads import FeatureHeadInTraining, TrainingConfig
+from coppice.training.losses import DECAY, LATER_ROWS, Targets, attend_by, walk
 from lab.paper.models import MedusaModel, ParallelSpecModel
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from coppice.training.cli import Data, Device, Out, Resume, Seed, Workers, own_folder, threads
+from coppice.training.cli import Data, Device, Out, Resume, Seed, command_line, work_folder
 
 
 def train_target(
@@ -15,18 +15,17 @@ def train_target(
     ] = 4_000_000,
     resume: Resume = False,
     device: Device = "cpu",
-    workers: Workers = None,
     seed: Seed = 0,
 ) -> None:
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
+
     from coppice.training.heads import RunOptions
-    from coppice.training.run_folder import write_run
-    from coppice.training.trainer import Schedule, usable_device
+    from coppice.training.trainer import Recipe, export_model, usable_device
     from lab.pretrain import target as pretrain
 
     usable_device(device)
-    work = own_folder(out, resume)
-    write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
-    options = RunOptions(resume, device, threads(workers, device), seed)
-    if trained := pretrain.train_target(data, work, Schedule(tokens=tokens), options):
-        pretrain.export(trained, work, out)
+    work, command = work_folder(out, resume), command_line("target", data, {"out": out.name, "tokens": str(tokens)})
+    recipe = Recipe(tokens, adam=3e-3, small_batch=2048, batch=4096, length=256, long_length=512, eval_tokens=200_000)
+    if trained := pretrain.train_target(data, work, recipe, RunOptions(resume, device, seed)):
+        model, texts = trained
+        export_model(model, work, out, "A small target model", command, texts.facts, pretrain.HOW)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from coppice.training.data import END_OF_TEXT, Corpus, Packed, load_corpus, open_prepared, parse_specs, prepare
-from coppice.training.heads import HeadInTraining, RunOptions, build_llama
-from coppice.training.run_folder import BEST, load_weights, replacing, write_model
-from coppice.training.trainer import Rates, Schedule, Trainer
+from coppice.training.data import (
+    END_OF_TEXT,
+    Corpus,
+    Domain,
+    copy_tokenizer,
+    load_corpus,
+    load_tokenizer,
+    parse_specs,
+)
+from coppice.training.heads import SHARD_SIZE, HeadInTraining, RunOptions, build_llama
+from coppice.training.trainer import Recipe, Trainer
 
 SIZES = {
     "vocab_size": 8192,
@@ -74,18 +79,38 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     ).save_pretrained(folder)
 
 
-def prepare_data(lines: list[str], folder: Path, sizes: Mapping[str, int]) -> list[Packed]:
-    """Read `--data`, train the tokenizer and pack all into `folder`, unless that was done with the same lines."""
-    record = folder / "lines.json"
-    if record.exists() and json.loads(record.read_text(encoding="utf-8")) == lines:
-        return open_prepared(folder)
-    corpora = [load_corpus(spec) for spec in parse_specs(lines)]
-    texts = chain.from_iterable(_tokenizer_text(corpus) for corpus in corpora)
-    tokenizer = train_tokenizer(texts, sizes["vocab_size"])
-    save_tokenizer(tokenizer, folder, sizes["max_position_embeddings"])
-    packed = prepare(corpora, tokenizer, folder, end=0)
-    record.write_text(json.dumps(lines) + "\n", encoding="utf-8")
-    return packed
+class Texts:
+    """The documents of `--data` lines as one long text, read at positions as recorded answers are (TargetAnswers)."""
+
+    def __init__(self, lines: list[str], folder: Path, sizes: Mapping[str, int]) -> None:
+        """Train the tokenizer into `folder` unless it is there. Raises DataError."""
+        corpora = [load_corpus(spec) for spec in parse_specs(lines)]
+        if not (folder / "tokenizer.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            texts = chain.from_iterable(_tokenizer_text(corpus) for corpus in corpora)
+            save_tokenizer(train_tokenizer(texts, sizes["vocab_size"]), folder, sizes["max_position_embeddings"])
+        tokenizer, ids, self._domains = load_tokenizer(folder), list[int](), list[Domain]()
+        self.facts: dict[str, dict[str, Any]] = {}
+        """of each domain, for the model card"""
+        for corpus in corpora:
+            spans = []
+            for documents in (corpus.train, corpus.held_out):
+                first = len(ids)
+                for encoding in tokenizer.encode_batch(documents):
+                    ids += [*encoding.ids, 0]  # END_OF_TEXT
+                spans.append(np.arange(first, len(ids)))
+            self._domains.append(Domain(corpus.name, corpus.weight, *spans))
+            self.facts[corpus.name] = corpus.facts() | {"tokens": len(spans[0])}
+        self._ids = torch.tensor(ids)
+
+    def domains(self) -> list[Domain]:
+        """The positions of each domain, to be drawn as ids are."""
+        return self._domains
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids at (B, T) positions, and those behind each."""
+        at = positions.cpu()
+        return self._ids[at].to(positions.device), self._ids[at + 1].to(positions.device)
 
 
 def _tokenizer_text(corpus: Corpus) -> list[str]:
@@ -94,69 +119,31 @@ def _tokenizer_text(corpus: Corpus) -> list[str]:
     return corpus.train[:: max(1, round(total / TOKENIZER_CHARACTERS))]
 
 
-class Texts:
-    """Packed domains as one long text, read at positions as recorded answers are (TargetAnswers)."""
-
-    def __init__(self, packed: list[Packed]) -> None:
-        parts = [ids for domain in packed for ids in (domain.train, domain.held_out)]
-        self._ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
-        ends = np.cumsum([len(part) for part in parts])
-        spans = [np.arange(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-        self._domains = [
-            replace(domain, train=train, held_out=held_out)
-            for domain, train, held_out in zip(packed, spans[::2], spans[1::2], strict=True)
-        ]
-
-    def domains(self) -> list[Packed]:
-        """The positions of each domain, to be drawn as ids are."""
-        return self._domains
-
-    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids at (B, T) positions, and those behind each."""
-        ids, at = self._ids.to(positions.device), positions
-        return ids[at], ids[at + 1]
-
-
 class TargetInTraining(HeadInTraining):
     """A Llama that learns the next token."""
 
-    def __init__(self, sizes: Mapping[str, int], seed: int) -> None:
+    def __init__(self, sizes: Mapping[str, int], seed: int, tokenizer: Path) -> None:
+        """tokenizer: the folder of its files."""
         super().__init__()
         self.model: Any = build_llama(seed, **sizes)
+        self.tokenizer = tokenizer
 
     def loss(self, texts: Any, rows: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of the tokens behind (B, T) positions."""
         inputs, labels = texts.read(rows)
-        hidden = self.model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        return next_token_loss(hidden.flatten(0, 1), self.model.lm_head.weight, labels.flatten())
+        logits = self.model(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-
-def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
-    total = hidden.new_zeros(())
-    for h, y in zip(torch.split(hidden, 512), torch.split(labels, 512), strict=True):
-        total = total + F.cross_entropy((h @ embedding.T).float(), y, reduction="sum")
-    return total / labels.numel()
+    def export(self, folder: Path) -> None:
+        """Write a model folder with the tokenizer."""
+        self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        copy_tokenizer(self.tokenizer, folder)
 
 
 def train_target(
-    lines: list[str],
-    work: Path,
-    schedule: Schedule,
-    options: RunOptions,
-    sizes: Mapping[str, int] = SIZES,
-    rates: Rates | None = None,
-) -> TargetInTraining | None:
+    lines: list[str], work: Path, recipe: Recipe, options: RunOptions, sizes: Mapping[str, int] = SIZES
+) -> tuple[TargetInTraining, Texts] | None:
     """Train into `work`; None when a signal stopped the run before its end."""
-    texts = Texts(prepare_data(lines, work / "data", sizes))
-    target = TargetInTraining(sizes, options.seed)
-    target.to(options.device)
-    trainer = Trainer(target, texts, schedule, work, rates or Rates(), options)
-    return target if trainer.train("target") else None
-
-
-def export(target: TargetInTraining, work: Path, out: Path) -> None:
-    """Write the model folder `out` from the best weights in `work`; an older one is replaced when it is complete."""
-    load_weights(work / BEST, dict(target.named_parameters()))
-    with replacing(out) as partial:
-        write_model(partial, target.model, work, "A small target model", HOW)
+    texts = Texts(lines, work / "data", sizes)
+    target = TargetInTraining(sizes, options.seed, work / "data")
+    return (target, texts) if Trainer(target, texts, recipe, work, options).train("target") else None

@@ -14,8 +14,8 @@ from coppice.engine.engine import DTYPES
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import read_output, read_target, save_head
 from coppice.stack.spec import HeadSpec
-from coppice.training.feature_heads import build_student, head_config
-from coppice.training.run_folder import replacing
+from coppice.training.heads import build_student, head_config
+from coppice.training.trainer import replacing
 
 DRAFT_VOCAB = 32_000
 """SpecBlock, A.1, as EAGLE-3"""

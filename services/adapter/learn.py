@@ -25,8 +25,17 @@ from coppice.heads.ranking import target_ids
 from coppice.machine import this_machine
 from coppice.signals.records import Sample
 from coppice.training.answers import Answer
-from coppice.training.feature_heads import LOSSES
-from coppice.training.losses import DECAY, Acceptance, Anchor, HeadLoss, Student, Teacher, measure, soft_loss
+from coppice.training.losses import (
+    DECAY,
+    LOSSES,
+    Anchor,
+    HeadLoss,
+    Student,
+    Teacher,
+    accepted_length,
+    measure,
+    soft_loss,
+)
 
 from .decide import Arm, Trained, passes_over
 
@@ -229,7 +238,7 @@ class Learner:
                     raise Interrupted("an update was given up")
                 batch = self.texts([texts[number] for number in numbers])
                 with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                    loss = self.loss_on(batch, penalty)(self.student, batch.positions, batch.positions)
+                    loss = self.loss_on(batch, penalty)(self.student, batch.positions)
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
                 optimiser.step()
@@ -281,9 +290,9 @@ class Learner:
 
     def _length(self, samples: Sequence[Sample], pace: Pace) -> float:
         """Return the mean length of chains that are drafted greedily behind every token of some texts."""
-        acceptance = Acceptance()
+        measured = []
         for sample in samples:
             text = self.texts([sample])
-            acceptance += measure(self.student, self.loss_on(text), list(text.positions))
+            measured += measure(self.student, self.loss_on(text), list(text.positions))
             pace.rest()
-        return acceptance.length
+        return accepted_length(measured)

@@ -4,15 +4,17 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coppice.training import heads, run_folder, trainer
+from coppice.training import trainer
 from coppice.training.answers import AnswerPlan, record_answers
-from coppice.training.trainer import Rates, Schedule
+from coppice.training.cli import command_line
+from coppice.training.heads import LanguageModelInTraining, RunOptions, TrainingConfig
+from coppice.training.trainer import Recipe
 from lab.pretrain import target as pretrain
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
@@ -32,7 +34,6 @@ SIZES = LM_SIZES | {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
-RATES = Rates(eval_tokens=256, eval_rows=2, micro_tokens=64)
 
 
 @pytest.fixture
@@ -44,25 +45,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def schedule(tokens: int) -> Schedule:
-    return Schedule(
-        tokens=tokens,
-        warmup=128,
-        length=32,
-        long_length=64,
-        long_share=0.25,
-        batch=128,
-        small_batch=64,
-        small_until=256,
-    )
+def recipe(tokens: int) -> Recipe:
+    return Recipe(tokens, length=32, long_length=64, batch=64, small_batch=64, eval_tokens=256)
 
 
-def train(lines: list[str], work: Path, tokens: int, **options) -> pretrain.TargetInTraining | None:
-    return pretrain.train_target(lines, work, schedule(tokens), heads.RunOptions(**options), SIZES, RATES)
-
-
-def last_weights(work: Path) -> dict[str, torch.Tensor]:
-    return load_file(sorted((work / "checkpoints").iterdir())[-1] / "model.safetensors")
+def train(lines: list[str], work: Path, tokens: int, **options: bool) -> tuple[pretrain.TargetInTraining, Any] | None:
+    return pretrain.train_target(lines, work, recipe(tokens), RunOptions(**options), SIZES)
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
@@ -80,24 +68,17 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
         patch.setattr(trainer, "Progress", Stopper)
         assert not train(lines, tmp_path / "parts", 1024)
         assert train(lines, tmp_path / "parts", 1024, resume=True)
-    whole, parts = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")
+    whole, parts = (torch.load(tmp_path / name / "checkpoint.pt")["weights"] for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_several_workers_learn_what_one_learns(text: Path, tmp_path: Path) -> None:
-    train([f"words={text}"], tmp_path / "one", 256, num_workers=1)
-    train([f"words={text}"], tmp_path / "two", 256, num_workers=2)
-    one, two = last_weights(tmp_path / "one"), last_weights(tmp_path / "two")
-    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
-
-
 def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
     lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
-    run_folder.write_run(work, "target", lines, {"out": out.name, "tokens": "768"})
-    target = train(lines, work, 768)
-    assert target is not None
-    pretrain.export(target, work, out)
+    command = command_line("target", lines, {"out": out.name, "tokens": "768"})
+    trained = train(lines, work, 768)
+    assert trained is not None
+    trainer.export_model(trained[0], work, out, "A target", command, trained[1].facts, pretrain.HOW)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
@@ -111,18 +92,16 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
     assert str(tmp_path) not in card
 
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
-    run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = AnswerPlan(tokens=700, length=32, sessions=4)
+    plan = AnswerPlan(tokens=700, length=32)
     done: list[tuple[int, int]] = []
-    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
+    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *counts: done.append(counts))
     assert done == sorted(set(done))
     assert done[0] == (0, done[-1][0])
     assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
-    answers.describe(head_work / "data")
-    config = heads.TrainingConfig("lm", out, answers, head_work)
-    student = heads.LanguageModelInTraining(config, LM_SIZES)
-    assert trainer.train_head(student, config, schedule(512), RATES)
-    trainer.export_head(student, config, head_out)
+    config = TrainingConfig("lm", out, answers, head_work)
+    student = LanguageModelInTraining(config, LM_SIZES)
+    assert trainer.train_head(student, config, recipe(512))
+    trainer.export_model(student, head_work, head_out, "A head", "coppice train head", answers.facts())
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size
     assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()

@@ -72,7 +72,7 @@ def trained(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactor
     texts = "<|endoftext|>".join(f"one two three four {number}" for number in range(300))
     (folder / "texts.txt").write_text(texts)
     options = ("--data", f"words={folder / 'texts.txt'}", "--target", str(target), "--out", str(folder / "linear"))
-    command = [*COPPICE, "train", "head", "--kind", "linear", "--tokens", "4096", "--workers", "2", *options]
+    command = [*COPPICE, "train", "head", "--kind", "linear", "--tokens", "4096", *options]
     run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return folder / "linear", run.stdout

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -26,16 +25,15 @@ from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_target, save_head
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
-from coppice.training import feature_heads, progress
+from coppice.training import heads, progress
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import app as train
 from coppice.training.heads import RunOptions, TrainingConfig
-from coppice.training.run_folder import checkpoints
-from coppice.training.trainer import HEAD_RATES, Schedule, head_schedule, train_head
+from coppice.training.trainer import Recipe, train_head
 from coppice.wire.drafter import OpenDraft
 from tests.tiny import make_target
 
-SMALL = AnswerPlan(128, length=64, sessions=2)
+SMALL = AnswerPlan(256, length=64)
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
 
 
@@ -55,18 +53,10 @@ def run(app: Any, place: Path, *flags: str, ends: Sequence[int] = (0, 1)) -> str
     return told.output
 
 
-def short(tokens: int) -> Schedule:
-    """The schedule of a head in rows that fit into SMALL texts."""
-    rows = {"length": 32, "long_length": 32, "small_batch": 64}
-    return head_schedule(tokens).model_copy(update=rows)
-
-
-def taught(
-    config: TrainingConfig, tokens: int, **more: Any
-) -> tuple[feature_heads.FeatureHeadInTraining, TrainingConfig]:
+def taught(config: TrainingConfig, tokens: int, **more: Any) -> tuple[heads.FeatureHeadInTraining, TrainingConfig]:
     """A head of a configuration after a whole run."""
-    student = feature_heads.FeatureHeadInTraining(config, **more)
-    assert train_head(student, config, short(tokens), HEAD_RATES)
+    student = heads.FeatureHeadInTraining(config, **more)
+    assert train_head(student, config, Recipe(tokens, length=32, long_length=32, small_batch=64))
     return student, config
 
 
@@ -75,7 +65,7 @@ def head(place: Path, kind: str, *flags: str) -> Path:
     if out.exists():
         return out
     folders = ("--out", str(out), "--lessons", str(place / "lessons"))
-    run(train, place, "head", "--kind", kind, "--tokens", "1024", "--workers", "1", *folders, *flags)
+    run(train, place, "head", "--kind", kind, "--tokens", "1024", *folders, *flags)
     return out
 
 
@@ -85,13 +75,10 @@ def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
     assert (loaded.config.slots, loaded.config.block_rope_advance, loaded.config.rank_norm_topk) == (4, True, None)
     assert loaded.config.feature_layers == (2, 3, 4)
     assert next(loaded.model.parameters()).dtype == torch.float32  # loaded as such; bfloat16 on disk
-    report = json.loads((folder / "report.json").read_text())
-    assert len(report["alpha"]) == 8
-    assert [len(row) for row in report["rank_head"]] == [4] * 4
-    assert report["log"][-1]["tokens"] == 1024
     card = (folder / "README.md").read_text()
     assert "--kind specblock" in card
-    assert str(place) not in card + (folder / "report.json").read_text() + (folder / "config.json").read_text()
+    assert "| k | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |" in card
+    assert str(place) not in card + (folder / "config.json").read_text()
     SpecBlockHead(DrafterSettings(kind="specblock", path=str(folder), target=str(place / "target")))
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -111,7 +98,7 @@ def gemma(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_every_kind_is_trained_for_a_target_whose_layers_turn_positions_otherwise(gemma: Path, kind: str) -> None:
     out = gemma / kind
-    flags = ("--kind", kind, "--tokens", "512", "--workers", "1", "--lessons", str(gemma / "lessons"))
+    flags = ("--kind", kind, "--tokens", "512", "--lessons", str(gemma / "lessons"))
     told = run(train, gemma, "head", *flags, "--out", str(out), ends=(0,))
     assert "rope_parameters: {'rope_theta': 1000000.0, 'rope_type': 'default'}" in told
     assert f"wrote {out}, accepted length 1." in told
@@ -126,8 +113,8 @@ def test_every_kind_is_trained_for_a_target_whose_layers_turn_positions_otherwis
 
 def test_a_head_whose_own_layers_turn_positions_otherwise_is_refused(gemma: Path, tmp_path: Path) -> None:
     target, parts = AutoConfig.from_pretrained(gemma / "target"), read_target(gemma / "target")
-    config = feature_heads.head_config("eagle3", target, parts, 300)
-    student = feature_heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
+    config = heads.head_config("eagle3", target, parts, 300)
+    student = heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
     save_head(tmp_path, student.model, config)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"rope_parameters": target.rope_parameters}))
@@ -148,7 +135,7 @@ def test_a_head_whose_own_layers_turn_positions_otherwise_is_refused(gemma: Path
     ],
 )
 def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> None:
-    assert feature_heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
+    assert heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
 
 
 def test_a_recording_that_is_stopped_says_how_to_go_on(
@@ -163,7 +150,7 @@ def test_a_recording_that_is_stopped_says_how_to_go_on(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(progress, "Progress", Stopper)
-    flags = ("head", "--kind", "dflash", "--tokens", "512", "--workers", "1", "--out", str(tmp_path / "head"))
+    flags = ("head", "--kind", "dflash", "--tokens", "512", "--out", str(tmp_path / "head"))
     output = run(train, place, *flags, ends=(0,))
     assert f"recorded {seen[-1][0]} tokens, go on with the same command" in output
     assert not (tmp_path / "head").exists()
@@ -171,29 +158,30 @@ def test_a_recording_that_is_stopped_says_how_to_go_on(
     stopped, _ = seen[-1]
     seen.clear()
     assert "wrote" in run(train, place, *flags, ends=(0,))
-    assert seen[0] == (stopped, 2048)
-    assert seen[-1] == (2048, 2048)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    recording = seen[: seen.index((2048, 2048)) + 1]
+    assert recording[0] == (stopped, 2048)
+    assert recording == sorted(recording)
     assert not list((tmp_path / "head.work" / "lessons").glob(".*"))
 
 
 def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) -> None:
-    lines, plan, seen = [f"words={place}/words.txt"], replace(SMALL, tokens=256, sessions=4), list[tuple[int, int]]()
+    lines, plan, seen = [f"words={place}/words.txt"], SMALL, list[tuple[int, int]]()
     child = (
         "import os, signal; from pathlib import Path; from coppice.training import answers as t\n"
         "def progress(done, total):\n    if done >= 450: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"t.SAVE_S = 0\nt.record_answers({lines!r}, Path({str(place / 'target')!r}), Path({str(tmp_path)!r}), "
-        f"t.AnswerPlan(256, length=64, sessions=4), progress=progress)\n"
+        f"t.AnswerPlan({plan.tokens}, {plan.length}), progress=progress)\n"
     )
     killed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (begun,) = tmp_path.glob(".*.json")
-    ids = json.loads(begun.read_text())
+    begun = json.loads((tmp_path / ".begun.json").read_text())
+    assert sorted(begun) == ["words-held-out-00000.safetensors", "words-train-00000.safetensors"]
     answers = record_answers(lines, place / "target", tmp_path, plan, progress=lambda *counts: seen.append(counts))
-    assert 446 <= seen[0][0] < 450  # of the forward that was under way, a token a text is missing
-    assert seen[0][0] == 256 + sum(map(len, ids))
+    assert 442 <= seen[0][0] < 450  # of the forward that was under way, a token of each of eight texts is missing
+    assert seen[0][0] == sum(len(ids) for texts in begun.values() for ids in texts)
     texts = answers.ids().view(4, 64)
-    assert [texts[number, : len(begun)].tolist() for number, begun in enumerate(ids)] == ids
+    for text, ids in zip(texts.tolist(), begun["words-train-00000.safetensors"], strict=True):
+        assert text[: len(ids)] == ids
     model = AutoModelForCausalLM.from_pretrained(place / "target")
     final = answers.read(torch.from_numpy(answers.domains()[0].train[:64])[None]).final
     assert torch.allclose(final, model.model(texts[:1]).last_hidden_state, rtol=0.02, atol=0.02)
@@ -202,29 +190,30 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
     folder = head(place, "specblock", "--adamw")
     before, work = (folder / "model.safetensors").read_bytes(), folder.with_name(folder.name + ".work")
-    flags = ("head", "--kind", "specblock", "--tokens", "1536", "--workers", "1", "--adamw")
+    first = torch.load(work / "checkpoint.pt")
+    flags = ("head", "--kind", "specblock", "--tokens", "1536", "--adamw")
     folders = ("--out", str(folder), "--lessons", str(place / "lessons"))
     refused = run(train, place, *flags, *folders, ends=(2,))
     assert "--resume goes on with it" in " ".join(refused.replace("│", " ").split())
     assert (folder / "model.safetensors").read_bytes() == before
     run(train, place, *flags, *folders, "--resume")
-    first, second = json.loads((folder / "report.json").read_text())["log"]
-    assert (first["tokens"], second["tokens"]) == (1024, 1536)
-    trained, further = (load_file(each / "model.safetensors") for each in checkpoints(work / "checkpoints"))
-    assert any(not torch.equal(further[name], weight) for name, weight in trained.items())
-    better = second[feature_heads.LENGTH] > first[feature_heads.LENGTH]  # else the weights at 1,024 stay the best
+    further = torch.load(work / "checkpoint.pt")
+    assert (first["counters"]["tokens"], further["counters"]["tokens"]) == (1024, 1536)
+    assert any(not torch.equal(further["weights"][name], weight) for name, weight in first["weights"].items())
+    rows = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+    better = rows[1][heads.LENGTH] > rows[0][heads.LENGTH]  # else the weights at 1,024 stay the best
     assert ((folder / "model.safetensors").read_bytes() != before) is better
 
 
 def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: Path, tmp_path: Path) -> None:
     options = RunOptions(resume=True)
     target, work, vocabularies = place / "target", tmp_path / "run", []
-    for tokens in (128, 1024):
+    for tokens in (256, 2048):
         plan = replace(SMALL, tokens=tokens)
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
         taught(TrainingConfig("eagle3", target, answers, work, options=options), tokens, draft_vocab=40)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
-        fresh = feature_heads.draft_vocabulary(answers, 300, 40).tolist()
+        fresh = heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
 
 
@@ -232,7 +221,7 @@ def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: P
     make_target(tmp_path / "target", layers=2)
     (tmp_path / "words.txt").write_text((place / "words.txt").read_text())
     place, folder = tmp_path, tmp_path / "layers"
-    flags = ("head", "--kind", "eagle3", "--tokens", "512", "--workers", "1", "--out", str(folder))
+    flags = ("head", "--kind", "eagle3", "--tokens", "512", "--out", str(folder))
     run(train, place, *flags, "--layers", "1, 0,0,1")
     loaded = load_head("eagle3", folder, place / "target")
     assert loaded.config.feature_layers == (1, 0, 0, 1)
@@ -267,8 +256,8 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_recorded(
 def test_a_shape_that_may_be_trained_is_read_as_it_was_written(place: Path, tmp_path: Path) -> None:
     shape = {"sample_from_anchor": 0, "causal": 1, "markov_rank": 8, "confidence_with_markov": 0, "block_size": 4}
     target, parts = AutoConfig.from_pretrained(place / "target"), read_target(place / "target")
-    config = feature_heads.head_config("dspark", target, parts, 300, **shape)
-    student = feature_heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
+    config = heads.head_config("dspark", target, parts, 300, **shape)
+    student = heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
     save_head(tmp_path, student.model, config)
     assert load_head("dspark", tmp_path, place / "target").config == config
     assert {name: getattr(config, name) for name in shape} == shape
@@ -282,6 +271,6 @@ def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_p
         config = TrainingConfig("eagle3", target, answers, work, options=options)
         if options.resume:
             with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(4,\)"):
-                taught(config, 128)
+                taught(config, 256)
         else:
-            taught(config, 128)
+            taught(config, 256)

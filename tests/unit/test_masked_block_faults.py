@@ -16,7 +16,7 @@ from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
 from coppice.training.answers import Answer, Answerer, as_positions
 from coppice.training.data import load_tokenizer
-from coppice.training.losses import HeadLoss, Student, Teacher, measure
+from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS = (
@@ -52,7 +52,7 @@ def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float
     ]
     read, positions = as_positions(seen)
     teacher = Teacher(read, read_output(DEMO / "target"), target_ids(loaded.model, loaded.config))
-    return measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions).length
+    return accepted_length(measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions))
 
 
 def told(folder: Path, changes: Mapping[str, Any]) -> Path:
