@@ -150,7 +150,6 @@ def services(options: Options) -> None:
     "temperatures",
     "sessions",
     "budgets",
-    "answers",
     "max_new_tokens",
     n=16,
 )
@@ -171,9 +170,7 @@ def run(options: Options) -> None:
     methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
     budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
     asked, warm_up, left_out = read_all(options, spec)
-    plan = RunPlan(
-        methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up), options.answers
-    )
+    plan = RunPlan(methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up))
     with measuring("bench run", spec, options) as bench:
         if left_out:
             bench.report.figures["left_out"] = left_out

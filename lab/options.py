@@ -78,7 +78,6 @@ class Options:
     cache: Annotated[Path | None, folder("What is made is kept here, and used again.")] = None
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
-    answers: Annotated[Path | None, folder("Also write each method's answers, as Spec-Bench does.")] = None
     plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
     json_file: JsonFile = None
 

@@ -6,10 +6,7 @@ methods are compared within their cell, prompt by prompt.
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +19,9 @@ import numpy as np
 
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField
-from coppice.prompts.files import FilePrompt
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference, Verdict
-from coppice.testing.target_text import TargetText
 from coppice.training.progress import Progress
 from lab.asking import Ask, Asked, Ids, asking, in_turn, judged
 from lab.measuring import Bench
@@ -198,13 +193,11 @@ class RunPlan:
     questions: tuple[Question, ...]
     warm_up: tuple[Question, ...] = ()
     """answered by every method before each cell and not counted: `auto`, calibrations and adapters learn from them"""
-    answers: Path | None = None
-    """folder for the answers of every method and cell"""
 
 
 def run_methods(bench: Bench, plan: RunPlan) -> None:
     """Measure every cell; the report gets rows, tables and checks, also when it is broken off."""
-    report, model = bench.report, bench.stack.spec.target.resolve().name
+    report = bench.report
     if plan.warm_up:
         report.figures["warm_up"] = len(plan.warm_up)
     cells = [Cell(*each) for each in product(plan.temperatures, plan.budgets, plan.sessions)]
@@ -216,8 +209,6 @@ def run_methods(bench: Bench, plan: RunPlan) -> None:
             for cell, methods in zip(cells, ways, strict=True):
                 pairs, verdicts = measure(bench, plan, cell, methods, progress)
                 rows += [pairs.row(method, verdicts[method]) for method in methods]
-                if plan.answers:
-                    write_answers(plan.answers, pairs, bench.reference.text, model)
     finally:  # a later failure takes away nothing that was measured
         report.rows += rows
         add_tables(report, rows)
@@ -361,53 +352,3 @@ def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
         speedup = f"{ratio.value:.2f}, {ratio.median:.2f}" if ratio else "-"
         line[f"{name} ({figures['answers']})"] = f"{speedup} / {figures['tau']:.2f} / {figures['draft_share']:.0%}"
     return line
-
-
-def write_answers(folder: Path, pairs: Pairs, text: TargetText, model: str) -> list[Path]:
-    """A line for each question, all its turns in it; asked again to fill up a group, it is written once.
-
-    `accept_lengths` count every token that a step commits, the root included, as Spec-Bench does. SPEED-Bench's
-    `acceptance_lengths` leave out the last step of a turn.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    cell, written = pairs.cell, []
-    for method, answers in pairs.answers.items():
-        name = f"{method.removeprefix('single:')}-T{cell.temperature:g}-budget{cell.budget}-sessions{cell.sessions}"
-        file = folder / f"{re.sub('[^A-Za-z0-9._-]', '_', name)}.jsonl"
-        by_source: dict[FilePrompt, dict[int, Completion]] = {}
-        for question, answer in zip(pairs.questions, answers, strict=True):
-            source = question.source or FilePrompt(question.ids, question.benchmark)
-            by_source.setdefault(source, {}).setdefault(question.turn, answer)
-        lines = [
-            _line(number, source, [turns[at] for at in sorted(turns)], text, f"{model}-{name}")
-            for number, (source, turns) in enumerate(by_source.items(), 1)
-        ]
-        file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        written.append(file)
-    return written
-
-
-def _line(
-    number: int, source: FilePrompt, answers: Sequence[Completion], text: TargetText, model: str
-) -> dict[str, Any]:
-    prompt = source.prompt if isinstance(source.prompt, str) else text.decode(source.prompt)
-    question_id = number if source.question_id == "" else source.question_id
-    return {
-        "question_id": question_id,
-        "category": source.category,
-        "answer_id": f"{model}-{question_id}",
-        "model_id": model,
-        "turns": [prompt, *source.later],
-        "acceptance_lengths": [length for answer in answers for length in answer.accept_lengths[:-1] or (1,)],
-        "choices": [
-            {
-                "index": 0,
-                "turns": [text.decode(text.ended(answer.ids)).strip() for answer in answers],
-                "decoding_steps": [answer.steps for answer in answers],
-                "new_tokens": [answer.new_tokens for answer in answers],
-                "wall_time": [answer.ttft_s + answer.decode_s for answer in answers],
-                "accept_lengths": [length for answer in answers for length in answer.accept_lengths],
-            }
-        ],
-        "tstamp": time.time(),
-    }

@@ -57,9 +57,7 @@ def test_what_nobody_can_run_is_refused_before_a_start(
     assert why in str(ended.exception)
 
 
-@pytest.mark.parametrize(
-    "arguments", [("steps", "--json", "FILE/x.json"), ("run", "--answers", "FILE"), ("adapt", "--plot", "FILE/a/b.png")]
-)
+@pytest.mark.parametrize("arguments", [("steps", "--json", "FILE/x.json"), ("adapt", "--plot", "FILE/a/b.png")])
 def test_a_path_that_cannot_be_written_is_refused_before_a_start(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

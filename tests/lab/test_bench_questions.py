@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from coppice.client.completion import Accumulator, Completion
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
-from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.prompts.files import read_prompts
 from coppice.testing.target_text import TargetText
-from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab import measuring
 from lab.options import Options
 from lab.questions import Question, own_prompts, read_questions
-from lab.run import Cell, Pairs, write_answers
 from tests.tiny import make_target
 
 CONTEXT = 100
@@ -106,33 +103,6 @@ def test_figures_that_were_measured_survive_what_comes_later(
     out = capsys.readouterr().out
     assert "plain" in out
     assert "broken off" in out
-
-
-def answer(ids: tuple[int, ...], lengths: list[int]) -> Completion:
-    made = Accumulator()
-    made.add(Started(3, "single:a", ("a",), 8))
-    made.add(Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)))
-    made.add(Finished("length", 3, len(ids), lengths, [0] * len(lengths), [7] * len(lengths)))
-    return made.completion()
-
-
-def test_answers_are_written_as_spec_bench_reads_them(tmp_path: Path, target: Path) -> None:
-    text = TargetText(target)
-    talk, other = FilePrompt("f", "qa", 85, ("g",)), FilePrompt("h", "story", where="demo line 2")
-    first = Question((1, 2), "qa", talk, ((9,),))
-    questions = [first, Question((3,), "story", other), first.next((8,)), first]  # the last one fills up a group
-    hi = text.encode("hi")
-    answers = [answer((*hi, 0, 40), [1, 3]), answer(hi, [2]), answer(hi, [1, 1]), answer(hi, [9])]
-    pairs = Pairs(Cell(0.0, 8, 2), {"single:a": answers}, questions)
-    (written,) = write_answers(tmp_path, pairs, text, "tiny")
-    assert written.name == "a-T0-budget8-sessions2.jsonl"
-    one, two = map(json.loads, written.read_text().splitlines())
-    (choice,) = one["choices"]
-    assert (one["question_id"], one["category"], one["turns"]) == (85, "qa", ["f", "g"])
-    assert (choice["turns"], choice["new_tokens"], choice["decoding_steps"]) == (["hi", "hi"], [4, 2], [2, 2])
-    assert (choice["accept_lengths"], one["acceptance_lengths"]) == ([1, 3, 1, 1], [1, 1])
-    assert len(choice["wall_time"]) == 2
-    assert (two["question_id"], two["turns"], two["acceptance_lengths"]) == (2, ["h"], [1])
 
 
 def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_path: Path) -> None:
