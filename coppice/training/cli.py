@@ -41,7 +41,7 @@ def work_folder(out: Path, resume: bool) -> Path:
     Raises BadParameter if a new run would write over another's checkpoint.
     """
     work = out.with_name(out.name + ".work")
-    if not resume and (work / "checkpoint.pt").exists():
+    if not resume and (work / "checkpoint.safetensors").exists():
         reason = f"{work} holds a run's checkpoint: --resume goes on with it, another folder begins anew"
         raise typer.BadParameter(reason, param_hint="--out")
     return work

@@ -1,13 +1,12 @@
 """The training loop of every kind of head: step, report, evaluate, checkpoint, export; resumable at every step.
 
-A run's work folder, beside the model folder that it makes, has checkpoint.pt, best.safetensors and log.jsonl.
+A run's work folder, beside the model folder that it makes, has checkpoint.safetensors, best.safetensors and log.jsonl.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -21,6 +20,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,7 +30,9 @@ from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, RunOptions, TrainingConfig
 from coppice.training.progress import Progress
 
-CHECKPOINT, BEST, CARD = "checkpoint.pt", "best.safetensors", "README.md"
+CHECKPOINT, BEST, CARD = "checkpoint.safetensors", "best.safetensors", "README.md"
+COUNTERS = "counters"
+"""what a checkpoint's metadata calls them"""
 CHECKPOINT_S = 180.0
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
 """matrices that read or write tokens, slots, buckets or chances: AdamW trains them"""
@@ -150,23 +152,26 @@ class Trainer:
         self.reader = Reader(self.domains, options.seed, max(recipe.length, recipe.long_length))
         work.mkdir(parents=True, exist_ok=True)
         if options.resume and (work / CHECKPOINT).exists():
-            saved = torch.load(work / CHECKPOINT, weights_only=True)
-            load_parameters(model, saved["weights"])
-            for optimiser, state in zip(self.optimisers, saved["optimisers"], strict=True):
-                optimiser.load_state_dict(state)
-            self.counters = Counters(**saved["counters"])
+            self.counters = Counters(**read_counters(work))
+            tensors = load_file(work / CHECKPOINT)
+            load_parameters(model, tensors)
+            for name, parameter in model.named_parameters():
+                state = {key.rpartition("|")[2]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
+                owner = next(o for o in self.optimisers if any(parameter is p for p in o.param_groups[0]["params"]))
+                owner.state[parameter].update(
+                    {key: value if key == "step" else value.to(self.device) for key, value in state.items()}
+                )
             self.reader.drawn.update(self.counters.drawn)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of this very step, which takes the place of the one before."""
         self.counters.drawn = dict(self.reader.drawn)
-        state = {
-            "weights": {name: p.detach() for name, p in self.model.named_parameters()},
-            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
-            "counters": vars(self.counters),
-        }
-        torch.save(state, self.work / f"{CHECKPOINT}.partial")
-        os.replace(self.work / f"{CHECKPOINT}.partial", self.work / CHECKPOINT)
+        named = dict(self.model.named_parameters())
+        tensors = {name: parameter.detach() for name, parameter in named.items()}
+        for name, parameter in named.items():
+            for optimiser in self.optimisers:
+                tensors |= {f"{name}|{key}": value for key, value in optimiser.state.get(parameter, {}).items()}
+        save_tensors(tensors, self.work / CHECKPOINT, {COUNTERS: json.dumps(vars(self.counters))})
 
     def train(self, title: str) -> bool:
         """Run to the end; False when a signal stopped it first (a checkpoint is then written).
@@ -236,9 +241,7 @@ class Trainer:
         score = -measured[self.model.best_by] if self.model.best_by else mean
         if score < counters.best:
             counters.best, counters.best_tokens = score, counters.tokens
-            parameters = {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters()}
-            save_file(parameters, self.work / f"{BEST}.partial")
-            os.replace(self.work / f"{BEST}.partial", self.work / BEST)
+            save_tensors({name: p.detach() for name, p in self.model.named_parameters()}, self.work / BEST)
         figures = "  ".join(f"{name} {value:.3f}" for name, value in (counters.held_out | measured).items())
         progress.print(f"held out after {counters.tokens:,} tokens: {mean:.3f} ({figures})")
         row = measured | {"tokens": counters.tokens, "seconds": round(counters.seconds, 1), "loss": loss}
@@ -269,7 +272,7 @@ def export_model(
     """
     load_parameters(model, load_file(work / BEST))
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    state = torch.load(work / CHECKPOINT, weights_only=True, map_location="cpu")["counters"]
+    state = read_counters(work)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
     best = "longest accepted length" if state["best"] < 0 else "lowest loss"
     training = (
@@ -293,6 +296,20 @@ def export_model(
         )
         if not (partial / CARD).exists():
             (partial / CARD).write_text("\n\n".join(filter(None, (*parts, more))) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, notes: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, which takes the place of an older one when it is complete."""
+    partial = file.with_suffix(".partial")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, notes)
+    partial.rename(file)
+
+
+def read_counters(work: Path) -> dict[str, Any]:
+    """Return the counters of a run's checkpoint."""
+    with safe_open(work / CHECKPOINT, framework="pt") as file:
+        counters: dict[str, Any] = json.loads(file.metadata()[COUNTERS])
+    return counters
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.training import trainer
@@ -68,7 +69,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
         patch.setattr(trainer, "Progress", Stopper)
         assert not train(lines, tmp_path / "parts", 1024)
         assert train(lines, tmp_path / "parts", 1024, resume=True)
-    whole, parts = (torch.load(tmp_path / name / "checkpoint.pt")["weights"] for name in ("whole", "parts"))
+    whole, parts = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

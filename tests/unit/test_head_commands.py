@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -190,17 +191,17 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
     folder = head(place, "specblock", "--adamw")
     before, work = (folder / "model.safetensors").read_bytes(), folder.with_name(folder.name + ".work")
-    first = torch.load(work / "checkpoint.pt")
+    first = load_file(work / "checkpoint.safetensors")
     flags = ("head", "--kind", "specblock", "--tokens", "1536", "--adamw")
     folders = ("--out", str(folder), "--lessons", str(place / "lessons"))
     refused = run(train, place, *flags, *folders, ends=(2,))
     assert "--resume goes on with it" in " ".join(refused.replace("│", " ").split())
     assert (folder / "model.safetensors").read_bytes() == before
     run(train, place, *flags, *folders, "--resume")
-    further = torch.load(work / "checkpoint.pt")
-    assert (first["counters"]["tokens"], further["counters"]["tokens"]) == (1024, 1536)
-    assert any(not torch.equal(further["weights"][name], weight) for name, weight in first["weights"].items())
+    further = load_file(work / "checkpoint.safetensors")
+    assert any(not torch.equal(further[name], weight) for name, weight in first.items())
     rows = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [1024, 1536]
     better = rows[1][heads.LENGTH] > rows[0][heads.LENGTH]  # else the weights at 1,024 stay the best
     assert ((folder / "model.safetensors").read_bytes() != before) is better
 
