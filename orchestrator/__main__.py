@@ -13,12 +13,13 @@ from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
-from coppice.signals.producer import Producer
-from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
+from coppice.signals.producer import Producer, SignalMetrics
+from coppice.telemetry import serve_metrics
 from coppice.v1 import generation_pb2
 
 from .encoder import TextCodec
 from .heads import HeadPool, feature_layers
+from .metrics import OrchestratorMetrics
 from .service import GenerationServicer
 from .targets import Pool, TargetPool
 from .tokens import Tokens

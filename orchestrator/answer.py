@@ -13,11 +13,11 @@ import structlog
 from coppice.errors import InvalidField
 from coppice.rpc.tracing import Facts, current
 from coppice.speculation.tree import DraftTree, IntArray, paths
-from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.wire.verifier import SessionOpened
 
+from .metrics import OrchestratorMetrics
 from .outcomes import outcomes
 from .step import Step
 from .text import TextStream

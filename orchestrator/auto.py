@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from coppice.speculation.policy import Policy
 from coppice.speculation.tree import prune
-from coppice.telemetry import OrchestratorMetrics
 
+from .metrics import OrchestratorMetrics
 from .outcomes import outcomes
 from .step import Step, StepPolicy
 

@@ -23,13 +23,13 @@ from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc.channels import Dialer
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
-from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
 from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
 
+from .metrics import OrchestratorMetrics
 from .outcomes import Calibration, first_miss
 from .targets import PROBE_S, Pool, Replica
 from .watch import USELESS, AcceptanceWatch

@@ -19,7 +19,6 @@ from coppice.rpc.admission import Admission
 from coppice.signals.producer import Producer
 from coppice.signals.records import QueryRecord
 from coppice.speculation.policy import Policy, policy_names
-from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from coppice.wire.drafter import OpenDraft
@@ -31,6 +30,7 @@ from .auto import AutoPolicy, Rates, Text
 from .encoder import Encoder, TextCodec, no_room
 from .heads import HeadPool, HeadSession, feature_layers
 from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
+from .metrics import OrchestratorMetrics
 from .step import Committed, StepPolicy
 from .targets import TargetPool, TargetSession
 from .text import TextStream, TokenBytes

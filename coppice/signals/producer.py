@@ -14,8 +14,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import prometheus_client
 import structlog
 
 from coppice.backoff import Backoff
@@ -37,7 +39,6 @@ from coppice.signals.records import (
     samples_key,
     size_of,
 )
-from coppice.telemetry import SignalMetrics
 
 log = structlog.get_logger()
 
@@ -72,6 +73,16 @@ class Bounds:
 
 
 BOUNDS = Bounds()
+
+
+class SignalMetrics:
+    """What a process counts about the records it sends to the adapter: produced = sent + dropped + waiting."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
+        counter = partial(prometheus_client.Counter, registry=registry, namespace="coppice")
+        self.produced = counter("signals_produced", "records made for the adapter", ["stream"])
+        self.sent = counter("signals_sent", "records that Redis took", ["stream"])
+        self.dropped = counter("signals_dropped", "records that were dropped", ["stream", "reason"])
 
 
 class Producer:

@@ -31,9 +31,9 @@ from coppice.signals.records import (
     read_sample,
     samples_key,
 )
-from coppice.telemetry import AdapterMetrics
 
 from .loop import HeadLoop
+from .metrics import AdapterMetrics
 
 log = structlog.get_logger()
 

@@ -19,13 +19,13 @@ from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_HISTORY
 from coppice.signals.records import Demand, QueryRecord, Sample
-from coppice.telemetry import AdapterMetrics
 from coppice.weights.variants import ROUTES, Routes, in_deployed, variant_name
 from coppice.weights.versions import Weights
 from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, QueryPoint, VersionStatus
 
 from .decide import Arm, Bandit, Verdict
 from .learn import Groups, Learner
+from .metrics import AdapterMetrics
 from .paper import Paper
 from .push import Replicas
 from .state import BadFile, State, Versions

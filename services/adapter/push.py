@@ -15,7 +15,6 @@ from coppice.errors import CoppiceError, InvalidField, from_rpc_error
 from coppice.limits import MAX_VERSION_STEP
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
-from coppice.telemetry import AdapterMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.weights.versions import Weights, pack_update
@@ -29,6 +28,8 @@ from coppice.wire.drafter import (
     read_synced,
     weights_to_wire,
 )
+
+from .metrics import AdapterMetrics
 
 log = structlog.get_logger()
 

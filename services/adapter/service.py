@@ -24,7 +24,7 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import drafter_pools
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
-from coppice.telemetry import AdapterMetrics, serve_metrics
+from coppice.telemetry import serve_metrics
 from coppice.v1 import adapter_pb2
 from coppice.weights.versions import Weights
 from coppice.wire.adapter import (
@@ -38,6 +38,7 @@ from coppice.wire.adapter import (
 from .inbox import Inbox
 from .learn import Learner
 from .loop import HeadLoop, OnThread
+from .metrics import AdapterMetrics
 from .push import Replicas
 
 

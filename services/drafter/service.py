@@ -22,8 +22,8 @@ from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.server import Serving, StreamWaits
-from coppice.signals.producer import Producer
-from coppice.telemetry import SessionMetrics, SignalMetrics
+from coppice.signals.producer import Producer, SignalMetrics
+from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
     DraftOpened,

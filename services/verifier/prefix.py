@@ -6,16 +6,28 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from torch import Tensor
 
 from coppice.engine.kv_cache import BlockTable, KVPool
-from coppice.telemetry import PrefixCacheMetrics
 from coppice.wire.verifier import OpenSession
 
 _LATER = 2.0**-20  # of a use, for each block that lies further behind in the text: it is evicted earlier
+
+
+class PrefixCacheMetrics:
+    """What a verifier counts about the texts whose KV it keeps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        named: dict[str, Any] = {"registry": registry, "namespace": "coppice", "subsystem": "verifier"}
+        self.queries = Counter("prefix_cache_queries", "tokens of prompts that were looked up", **named)
+        self.hits = Counter("prefix_cache_hits", "tokens of prompts that were not prefilled again", **named)
+        self.evicted = Counter("prefix_cache_evictions", "tokens that were given up for others", **named)
+        self.tokens = Gauge("prefix_cache_tokens", "tokens whose KV is kept, those of open sessions too", **named)
 
 
 def root_digest(salt: str) -> bytes:

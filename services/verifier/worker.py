@@ -19,7 +19,7 @@ from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.rows import pack
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import BLOCK_SIZE, TREE_ROOM
-from coppice.telemetry import WARMING_UP, PrefixCacheMetrics, SessionMetrics
+from coppice.telemetry import WARMING_UP, SessionMetrics
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
@@ -27,7 +27,7 @@ from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
 from .features import FEATURE_WINDOW, Committed, Feed
 from .generation_config import repetition_penalty
-from .prefix import PrefixCache
+from .prefix import PrefixCache, PrefixCacheMetrics
 from .ranks import Ranks, check_devices, load
 from .session import Job, Session, TargetRows, split, take_features
 

@@ -15,10 +15,14 @@ from prometheus_client import CollectorRegistry
 from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
+from coppice.signals.producer import SignalMetrics
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.stack.spec import COUNTING_KINDS
-from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, PrefixCacheMetrics, SessionMetrics, SignalMetrics
+from coppice.telemetry import SessionMetrics
+from orchestrator.metrics import OrchestratorMetrics
+from services.adapter.metrics import AdapterMetrics
 from services.verifier.__main__ import heads_beside
+from services.verifier.prefix import PrefixCacheMetrics
 from tests.chart.chart import (
     ALL,
     FILES,

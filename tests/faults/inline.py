@@ -14,9 +14,10 @@ from coppice.errors import Unavailable
 from coppice.heads.registry import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving
-from coppice.telemetry import OrchestratorMetrics, SessionMetrics
+from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from orchestrator.heads import HeadPool, feature_layers
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
 from services.drafter.following import Verifiers

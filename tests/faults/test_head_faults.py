@@ -28,10 +28,10 @@ from coppice.heads.models.expectation import expectation
 from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.heads import HeadPool
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.watch import best_path
 from tests.pushes import Push
 from tests.tiny import make_target

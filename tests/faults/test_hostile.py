@@ -21,11 +21,11 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 from orchestrator.heads import HeadPool
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
 from tests.followed import IDS, model, start_verifier, target, truth, verifier

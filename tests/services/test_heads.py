@@ -27,10 +27,11 @@ from coppice.rpc.channels import Dialer
 from coppice.signals.records import demand_key
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
-from coppice.telemetry import OrchestratorMetrics, metric, scrape
+from coppice.telemetry import metric, scrape
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import Chunk
 from orchestrator.heads import HeadPool, feature_layers, own_rejection
+from orchestrator.metrics import OrchestratorMetrics
 from tests.followed import IDS, WINDOW, StartService, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
 from tests.recorder import LAYERS, Recorder, drafter_of

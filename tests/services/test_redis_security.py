@@ -16,10 +16,10 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from coppice.rpc.redis_connection import connect
-from coppice.signals.producer import Producer
+from coppice.signals.producer import Producer, SignalMetrics
 from coppice.stack.redis_server import find_server
-from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
+from services.adapter.metrics import AdapterMetrics
 from services.adapter.service import Lease
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader

@@ -20,11 +20,11 @@ from structlog.testing import capture_logs
 
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
-from coppice.signals.producer import BOUNDS, Bounds, Producer
+from coppice.signals.producer import BOUNDS, Bounds, Producer, SignalMetrics
 from coppice.signals.records import NUMBER, SENDER, Demand, QueryRecord, Sample, demand_key, query_to_fields
 from coppice.stack.redis_server import LocalRedis, find_server
-from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
+from services.adapter.metrics import AdapterMetrics
 from services.adapter.state import State
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import RECORD, sample

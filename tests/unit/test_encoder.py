@@ -21,9 +21,9 @@ from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_CHAT_MESSAGES, Limits
 from coppice.rpc.access import Access
-from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.generation import ChatMessage
 from orchestrator.encoder import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.tokens import Tokens
 from tests.tiny import make_target
 

@@ -23,7 +23,6 @@ from coppice.config.sections import TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Overloaded
 from coppice.rpc.access import Access
-from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, Origin, Started
 from coppice.wire.verifier import TargetDescription
@@ -31,6 +30,7 @@ from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
 from orchestrator.http.server import Door, HttpServer, check_parts
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.text import TokenBytes
 from orchestrator.tokens import Tokens
 from tests.processes import until

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.speculation.sampling import SamplingParams
-from coppice.telemetry import PrefixCacheMetrics
 from coppice.wire.common import committed_hash
 from coppice.wire.verifier import OpenSession
-from services.verifier.prefix import Prefix, PrefixCache
+from services.verifier.prefix import Prefix, PrefixCache, PrefixCacheMetrics
 from tests.reference import EFFORT, check_pool
 
 SIZE = 4

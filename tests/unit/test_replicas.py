@@ -15,12 +15,12 @@ from structlog.testing import capture_logs
 from coppice.errors import DeadlineExceeded, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import verifier_pb2
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
 from orchestrator import targets
 from orchestrator.heads import HeadPool, HeadSession
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.step import Committed
 from orchestrator.targets import Replica, TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of

@@ -1,0 +1,92 @@
+"""What the orchestrator counts.
+
+What vLLM measures too has vLLM's name (`vllm:...`) and labels (`model_name`, `engine`), so vLLM's dashboard of
+speculative decoding shows an orchestrator as it is. Everything else begins with `coppice_`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+import coppice
+from coppice.telemetry import STEP_BUCKETS
+
+ENGINE = "0"  # vLLM numbers its engines; an orchestrator is one, told from others by the label `instance`
+_REQUEST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class OrchestratorMetrics:
+    """What the orchestrator counts."""
+
+    def __init__(self, model: str = "", dtype: str = "") -> None:
+        """The target's name and dtype."""
+        self.registry = CollectorRegistry()
+        self._make_vllms(model)
+        counter = partial(Counter, registry=self.registry, namespace="coppice")
+        gauge = partial(Gauge, registry=self.registry, namespace="coppice")
+        model_info = Info("coppice_model", "what is served", registry=self.registry)
+        model_info.info({"model_name": model, "dtype": dtype, "version": coppice.__version__})
+        self.requests = counter("requests", "requests by how they ended", ["outcome"])
+        self.client_requests = counter(
+            "client_requests", "calls by the name of their token and how it was met", ["client", "verdict"]
+        )
+        self.bad_drafts = counter("bad_drafts", "drafts dropped as invalid", ["head", "reason"])
+        self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
+        self.benched = counter("heads_benched", "times that a head was left alone", ["head"])
+        self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.routed_accepted = counter("routed_accepted_tokens", "draft nodes accepted in these steps", ["head"])
+        self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
+        self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
+        self.suspect = gauge("head_suspect", "replicas that draft far below what is expected of them", ["head"])
+        self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
+        self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
+        self.prefix_routed = counter(
+            "prefix_routed", "requests by whether the verifier is the one for prompts that begin so", ["verifier"]
+        )
+
+    def _make_vllms(self, model: str) -> None:
+        """Those that vLLM has, by its names. A label of ours, the policy, is added where it says something."""
+        self._labels = model, ENGINE
+
+        def make(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            named = ["model_name", "engine", *labels]
+            made = kind(f"vllm:{name}", text, named, registry=self.registry, **options)
+            return made if labels else made.labels(*self._labels)
+
+        stem = "spec_decode_num"
+        self.drafts = make(Counter, f"{stem}_drafts", "steps that verified a draft", "policy")
+        self.draft_tokens = make(Counter, f"{stem}_draft_tokens", "draft nodes verified", "policy")
+        self.accepted_tokens = make(Counter, f"{stem}_accepted_tokens", "draft nodes accepted", "policy")
+        self.accepted_per_pos = make(
+            Counter, f"{stem}_accepted_tokens_per_pos", "draft nodes accepted, by depth", "position"
+        )
+        self.step_seconds = make(
+            Histogram, "inter_token_latency_seconds", "time of a step", "policy", buckets=STEP_BUCKETS
+        )
+        self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens, cached ones too")
+        self.cache_queries = make(Counter, "prefix_cache_queries", "prompt tokens that were looked up")
+        self.cache_hits = make(Counter, "prefix_cache_hits", "prompt tokens that were not prefilled again")
+        self.tokens = make(Counter, "generation_tokens", "tokens generated")
+        self.first_token_seconds = make(
+            Histogram, "time_to_first_token_seconds", "from arrival to the first token", buckets=_REQUEST_BUCKETS
+        )
+        self.request_seconds = make(
+            Histogram, "e2e_request_latency_seconds", "from arrival to the last token", buckets=_REQUEST_BUCKETS
+        )
+        self.running = make(Gauge, "num_requests_running", "requests that have a seat")
+        self.waiting = make(Gauge, "num_requests_waiting", "requests that wait for a seat")
+        self.kv_usage = make(Gauge, "kv_cache_usage_perc", "KV in use on the verifiers, 1 is all of it")
+
+    def step(self, policy: str, verified: int, accepted: int, tokens: int, seconds: float) -> None:
+        """Count one step, the draft nodes that it verified and accepted, and the tokens that it gave the client."""
+        labels = *self._labels, policy
+        self.drafts.labels(*labels).inc(verified > 0)
+        self.draft_tokens.labels(*labels).inc(verified)
+        self.accepted_tokens.labels(*labels).inc(accepted)
+        for position in range(accepted):
+            self.accepted_per_pos.labels(*self._labels, str(position)).inc()
+        self.tokens.inc(tokens)
+        self.step_seconds.labels(*labels).observe(seconds)
