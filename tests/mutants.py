@@ -17,10 +17,10 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, Tail
 from coppice.heads import lm, ngram
-from coppice.heads.feature_head import WeightSwap
-from coppice.heads.ranking import Noise
+from coppice.heads.tree import Ranking
 from coppice.speculation import sampling
 from orchestrator import loop
+from services.drafter.staging import Swap
 from services.verifier import session, worker
 from services.verifier.session import Job
 
@@ -54,7 +54,7 @@ def _noise_one_position_off(patch: Patch) -> None:
 
 
 def _coupling_one_position_off(patch: Patch) -> None:
-    _changed(patch, Noise, "rows", lambda rows, self, seed, first, count: rows(self, seed, first + 1, count))
+    _changed(patch, Ranking, "noise", lambda noise, self, seed, position: noise(self, seed, position + 1))
 
 
 def _nan_row(patch: Patch) -> None:
@@ -132,14 +132,14 @@ def _token_repeated_at_resume(patch: Patch) -> None:
 
 
 def _weights_half_swapped(patch: Patch) -> None:
-    def swap(original: Any, self: WeightSwap) -> None:
+    def swap(original: Any, self: Swap) -> None:
         old = self._head.model
         original(self)
         names = list(self._head.model.state_dict())
         half = {name: old.state_dict()[name] for name in names[: len(names) // 2]}
         self._head.model.load_state_dict(half, strict=False, assign=True)
 
-    _changed(patch, WeightSwap, "swap", swap)
+    _changed(patch, Swap, "swap", swap)
 
 
 def _one_wrong_ancestor(patch: Patch) -> None:

@@ -15,6 +15,7 @@ from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
 from coppice.weights.versions import Weights, pack_update
 from coppice.wire.drafter import WeightsHeader, WeightsPart
+from services.drafter.staging import Swap, staging_for
 
 PART = 4096  # bytes; a tiny head's file in several parts
 MATRICES = ("lm_head.weight", "markov_head.markov_w2.weight")
@@ -242,9 +243,9 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
 def swap(head: FeatureHead, weights: Weights, parent: Weights | None = None) -> None:
     """Put weights to use as a push would that starts from `parent`, None: from those in use."""
     header, parts = pack_update(head.description.name, parent or head.weights, weights)
-    staging = head.staging(header)
+    staging = staging_for(head, header)
     for part in parts:
         staging.add(part)
-    prepared = head.prepare_swap(staging)
+    prepared = Swap(head, staging)
     prepared.swap()
     prepared.release()

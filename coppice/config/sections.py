@@ -193,11 +193,6 @@ class DrafterSettings(TorchSettings):
         description="tokens of ended requests that a lookup head remembers for later ones of the same client; 0: none",
     )
 
-    @property
-    def chain(self) -> bool:
-        """Whether a tree has one branch."""
-        return self.top_k == 1
-
 
 class OrchestratorSettings(Section):
     """The step loop."""

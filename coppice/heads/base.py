@@ -9,21 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coppice.config.sections import DrafterSettings
-from coppice.errors import InvalidField, Overloaded
+from coppice.errors import Overloaded
 from coppice.limits import MAX_HEAD_NODES
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Features
-from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft, WeightsHeader
+from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
 if TYPE_CHECKING:
-    from coppice.weights.staging import Staging
+    from coppice.weights.versions import Weights
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
 DEPTH_OF_BLOCK = 32  # as deep as the block says
@@ -38,10 +38,9 @@ WARM_BUDGET = 5  # times the rows: large trees too
 
 
 def with_tree_shape(settings: DrafterSettings) -> DrafterSettings:
-    """The settings with the kind's `top_k` and `depth` where they are 0."""
+    """Return the settings with the kind's `top_k` and `depth` where they are 0. `top_k` 1 makes a chain."""
     top_k, depth = _SHAPES.get(settings.kind, (TOP_K, DEPTH))
-    shape = {"top_k": settings.top_k or top_k, "depth": settings.depth or depth}
-    return settings.model_copy(update=shape)
+    return settings.model_copy(update={"top_k": settings.top_k or top_k, "depth": settings.depth or depth})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ class DraftJob:
 
     @property
     def noisy(self) -> bool:
-        """Tell whether candidates are ranked with the target's noise; greedy drawing has none."""
-        return self.coupled and self.sampling.temperature > 0
+        """Tell whether candidates are ranked with the target's noise; greedy drawing and sampled drafts have none."""
+        return self.coupled and self.sampling.temperature > 0 and not self.want_q_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +80,6 @@ class Growth:
     """of each node its place in the session's prediction, from 1, or 0; empty when there is none"""
 
 
-class Swap(Protocol):
-    """A head's new weights beside those that draft, ready to be exchanged."""
-
-    def swap(self) -> None:
-        """Exchange them; call it on the head's thread between drafts. Raises StaleFence if the head has others now."""
-
-    def release(self) -> None:
-        """Free the old weights. It takes a while: call it on another thread than the head's."""
-
-
 class Head(ABC):
     """One set of draft weights and the sessions drafting with it.
 
@@ -103,6 +92,10 @@ class Head(ABC):
     forward_ns: int = 0
     remembered: int = 0
     """tokens of ended sessions' texts that it holds"""
+    weights: Weights | None = None
+    """what a push of weights replaces; None: a head whose weights cannot be replaced"""
+    checkpoint: Weights | None = None
+    """those that it was built with"""
     max_context: int = 0
     """positions of a text behind which it drafts nothing; 0: it has no limit"""
 
@@ -168,17 +161,3 @@ class Head(ABC):
     def blank_features(self, start: int, count: int) -> Features | None:
         """Return zeros for the target features of `count` positions; None when this head reads none."""
         return None
-
-    def staging(self, header: WeightsHeader) -> Staging:
-        """Return what takes the parts of a push of weights. Any thread may ask.
-
-        Raises what Staging raises, and InvalidField when this head has no weights that can be replaced.
-        """
-        raise InvalidField("header.head", f"a {self.description.kind} head has no weights that can be replaced")
-
-    def prepare_swap(self, staging: Staging) -> Swap:
-        """Check a push that is complete and make its weights ready. Any thread may call this while others draft.
-
-        Raises what Staging raises.
-        """
-        raise NotImplementedError

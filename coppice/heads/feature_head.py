@@ -1,6 +1,6 @@
-"""Heads that read the target's features: prefill, packed attention and the scores of drafts.
+"""Heads that read the target's features: sessions, prefill, packed forwards and what they missed.
 
-A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves `slots` entries in
+A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves `row_entries` in
 KV, the last row's token is the root, and every row is kept. Positions before the prompt window's start have no row.
 
 New weights take over between two drafts. Rows that the old ones made stay in KV: a session that was open drafts from a
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,113 +26,165 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
+from coppice.engine.attention import Attention, Layer
 from coppice.engine.engine import DTYPES, Timed
-from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
+from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import prepack
-from coppice.engine.rows import NOTHING, Tail
-from coppice.errors import InvalidField, Overloaded, StaleFence
+from coppice.engine.rows import NOTHING, Ints, PackedBatch, RowTable, Tail
+from coppice.engine.sdpa import sdpa
+from coppice.engine.steps import Bucket, StepInputs, padded
+from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
-from coppice.heads.models.layers import DraftModel
-from coppice.heads.ranking import Noise, Ranking, noise_there, places, target_ids
-from coppice.heads.rows import FeatureSession, Inputs, LastDraft, RowInputs, Rows, join
-from coppice.weights.staging import Staging
-from coppice.weights.variants import Routes, in_deployed, numbers_in, sketch_of, variant_name
+from coppice.heads.models.layers import Attend, DraftModel
+from coppice.heads.tree import BlockTree, Ranking
+from coppice.speculation.tree import DraftTree
+from coppice.weights.variants import Routes, numbers_in, sketch_of, variant_name
 from coppice.weights.versions import Weights
 from coppice.wire.common import Features
-from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft, WeightsHeader
-
-
-@dataclass
-class VariantModels:
-    """The models of a head by variant, 0 the deployed one, and what each is for."""
-
-    models: dict[int, Any]
-    routes: Routes
-    at_work: int = 0
-    """the variant that drafts now"""
-
-    @property
-    def model(self) -> Any:
-        """The model that drafts now; of a variant that is gone the deployed one."""
-        return self.models.get(self.at_work, self.models[0])
-
-
-class WeightSwap:
-    """Models with new weights beside those that draft, ready: the next draft reads them once `swap` was called."""
-
-    def __init__(self, head: FeatureHead, staging: Staging) -> None:
-        """Make the models of a push's tensors, in the head's dtype and on its device; they share all others.
-
-        Raises what `Staging.finish` and `Routes.of` raise.
-        """
-        self._head, self._weights, self._replaces = head, staging.finish(), staging.live
-        routes, used = Routes.of(self._weights.tensors), head.variants.models
-        changed = set(self._weights.differing(self._replaces))
-        deployed = self._model(used[0], 0, changed) if self._changes(0, changed) else used[0]
-        models = {0: deployed}
-        for number in numbers_in(self._weights.tensors):
-            model = used.get(number) if deployed is used[0] else None
-            if model is None or self._changes(number, changed):
-                own = {name for name in self._weights.tensors if name.startswith(variant_name(number, ""))}
-                model = self._model(deployed, number, own)
-            models[number] = model
-        self._variants = VariantModels(models, routes)
-
-    def _changes(self, number: int, changed: AbstractSet[str]) -> bool:
-        """Whether any of the names is of a variant."""
-        return any(name.startswith(variant_name(number, "")) if number else in_deployed(name) for name in changed)
-
-    def _model(self, model: Any, number: int, names: AbstractSet[str]) -> DraftModel:
-        """Copy a model with a variant's values of those of its tensors that are among the names."""
-        head, state = self._head, dict(model.state_dict())
-        on_cuda = head.device.type == "cuda"
-        stream: Any = torch.cuda.Stream(head.device) if on_cuda else None  # type: ignore[no-untyped-call]
-        pushed = self._weights.tensors
-        own = {name: variant_name(number, name) for name in pushed if in_deployed(name)}
-        tensors = {name: pushed.get(own_name, pushed[name]) for name, own_name in own.items()}
-        with torch.cuda.stream(stream):  # its own: drafts do not wait for the copies
-            for name in state:
-                if any(own.get(public) in names for public in public_names(name)):
-                    state[name] = fused_tensor(tensors, name).to(head.device, head.dtype)
-        if on_cuda:
-            stream.synchronize()
-        return with_tensors(model, state)
-
-    def swap(self) -> None:
-        """Exchange the models. Call it on the head's thread between drafts.
-
-        Raises StaleFence when the head's weights are no longer those that the push was checked against.
-        """
-        head, weights = self._head, self._weights
-        if head.weights is not self._replaces:
-            raise StaleFence(
-                f"version {weights.version} was made to replace version {self._replaces.version}; version "
-                f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
-            )
-        head.variants, self._variants = self._variants, head.variants
-        head.weights = self._replaces = weights
-        head.description = replace(head.description, weights_version=weights.version, weights_hash=weights.hash)
-
-    def release(self) -> None:
-        """Free the old models. It takes a while: call it on another thread than the head's."""
-        del self._variants
-
-
-def with_tensors(model: DraftModel, state: Mapping[str, Tensor]) -> DraftModel:
-    """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
-    shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config, model.own_embedding]
-    copy = deepcopy(model, {id(part): part for part in shared})
-    copy.load_state_dict(dict(state), assign=True)
-    prepack(copy)
-    copy.freeze()
-    return copy
-
+from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
 
-Output = tuple[Tensor, Tensor, Tensor]
-"""of a forward: un-normed states, their logits, and what a kind reads off them beside"""
+
+@dataclass
+class FeatureSession:
+    """One session: its text, its KV, and the features of the positions from `first` on."""
+
+    table: BlockTable
+    ids: list[int]
+    start: int  # position of the first row
+    features: Tensor  # in the host's memory
+    first: int
+    done: int  # rows of the positions before it are in KV
+    opened: DraftOpened
+    wants_misses: bool = False
+    last_tree: BlockTree | None = None  # only for a session that wants misses, until ids are committed
+
+    def take(self, upto: int) -> Tensor:
+        """Return the (upto - done, F) features of the positions done..upto-1."""
+        return self.features[self.done - self.first : upto - self.first]
+
+    def finish(self, upto: int) -> None:
+        """Note that the rows before `upto` are in KV, and drop their features.
+
+        The last one's stay: the same draft may be asked for again.
+        """
+        self.done = upto
+        keep = min(max(upto - 1, self.first), self.first + len(self.features))
+        self.features, self.first = self.features[keep - self.first :], keep
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of several sessions for one forward, packed in order: what they read, and what they see."""
+
+    tokens: Sequence[int] | Ints  # (N,)
+    positions: Sequence[int] | Ints  # (N,) where each row's features stand
+    tails: Sequence[Tail]
+    features: Tensor | None = None
+    """(N, F) target features, in the host's memory; or with sources (M, hidden) states of the head's own"""
+    kept: Sequence[int] = ()
+    """rows whose states are read"""
+    sources: Sequence[int] | None = None
+    """(N,) which of the states each row reads"""
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Join the rows of several sessions that read target features; of each the last one's state is read."""
+    kept = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
+    if len(parts) == 1:
+        return replace(parts[0], kept=kept)
+    return Rows(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        [tail for part in parts for tail in part.tails],
+        torch.cat([part.features for part in parts if part.features is not None]),
+        kept,
+    )
+
+
+_INPUTS = 16  # that are kept, the latest ones
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows as the model takes them: all that a forward needs is at hand."""
+
+    features: Tensor
+    embeddings: Tensor  # (1, N, hidden)
+    positions: Tensor  # (1, N)
+    attends: list[Attend]  # one for each layer
+    kept: Tensor  # (J,) rows whose states are read
+    beside: Tensor  # numbers that came with them
+
+
+class RowInputs:
+    """Makes the inputs of a head whose entries are in a pool: on a device by one copy for all sessions."""
+
+    def __init__(self, pool: KVPool, embedding: Tensor, group: int, layers: int) -> None:
+        """group: query heads for each key head."""
+        self.pool, self.embedding, self._group, self._layers = pool, embedding, group, layers
+        self._on_device = lru_cache(_INPUTS)(self._step_inputs)
+
+    def make(self, rows: Rows, beside: Ints = NOTHING) -> Inputs:
+        """Inputs of some rows; `beside` them come further numbers to the device."""
+        return self._on_host(rows, beside) if self.pool.device.type == "cpu" else self._sent(rows, beside)
+
+    def _on_host(self, rows: Rows, beside: Ints) -> Inputs:
+        features = self.embedding[:0] if rows.features is None else rows.features
+        return Inputs(
+            features if rows.sources is None else features.index_select(0, _tensor(rows.sources)),
+            self.embedding.index_select(0, _tensor(rows.tokens))[None],
+            _tensor(rows.positions)[None],
+            self._attends(sdpa(rows.tails, self.pool)),
+            _tensor(rows.kept),
+            torch.from_numpy(beside),
+        )
+
+    def _sent(self, rows: Rows, beside: Ints) -> Inputs:
+        """One copy: what the rows read and see, and behind it their features, sources and the numbers beside them."""
+        table = RowTable.of(rows.tails)
+        entries, tail = len(table.session), int((table.length - table.paged).max())
+        sessions, blocks = map(padded, table.table.shape)
+        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.kept) or 1))
+        read = np.array([] if rows.sources is None else rows.sources, np.int64)
+        if rows.features is not None and rows.sources is None:
+            read = _as_ints(rows.features)
+        flat = np.concatenate((read, beside))
+        inputs = self._on_device(bucket, padded(max(1, len(flat))))
+        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
+        sent = inputs.fill(batch, table, flat)
+        features, rest = sent.split_with_sizes([len(read), len(beside)])
+        if rows.sources is not None and rows.features is not None:
+            features = rows.features.index_select(0, features)
+        elif rows.features is not None:
+            shape, kind = rows.features.shape, rows.features.dtype
+            features = features.view(torch.uint8)[: rows.features.nbytes].view(kind).view(shape)
+        return Inputs(
+            features,
+            self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
+            inputs.positions[None, : len(rows.tokens)],
+            self._attends(inputs.narrowed(entries)),
+            inputs.keep[: len(rows.kept)],
+            rest,
+        )
+
+    def _attends(self, attention: Attention) -> list[Attend]:
+        return [partial(attention.attend, Layer(number)) for number in range(self._layers)]
+
+    def _step_inputs(self, bucket: Bucket, beside: int) -> StepInputs:
+        return StepInputs(bucket, self._group, self.pool, beside)
+
+
+def _tensor(numbers: Sequence[int] | Ints) -> Tensor:
+    return torch.from_numpy(np.asarray(numbers, np.int64))
+
+
+def _as_ints(features: Tensor) -> Ints:
+    """Return the bytes of host features as whole numbers, zeros behind them."""
+    data = features.contiguous().view(torch.uint8).numpy().ravel()
+    return np.pad(data, (0, -len(data) % 8)).view(np.int64)
 
 
 @lru_cache(16)
@@ -142,7 +194,7 @@ def _earlier(entries: int) -> NDArray[np.bool_]:
 
 
 class FeatureHead(Head):
-    """Sessions, prefill and packed attention of a trained head; a kind adds its model and its tree."""
+    """Sessions of a trained head; a kind says which model it has, how its rows are run and how its trees grow."""
 
     kind: ClassVar[str]
     needs_root: ClassVar[bool] = True
@@ -159,12 +211,13 @@ class FeatureHead(Head):
         config = self.config = loaded.config
         self.settings = with_tree_shape(settings)
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
+        self.weights = self.checkpoint = Weights.of(public_weights(loaded.model, config))
         model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         prepack(model)
         model.freeze()
-        self.variants = VariantModels({0: model}, Routes())
-        self.ranking = Ranking(target_ids(model, config).to(device))
+        self.models, self.routes, self._variant = {0: model}, Routes(), 0
+        self.ranking = Ranking(model.target_ids.to(device))
+        self.slots: int = config.row_entries
         pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
@@ -182,14 +235,36 @@ class FeatureHead(Head):
             expected_acceptance=config.acceptance.by_depth if config.acceptance else (),
         )
         self.deepest = self.settings.depth
-        self.max_context = config.max_position_embeddings
+        self.max_context: int = config.max_position_embeddings
         self.timed = Timed(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 
-    @property
-    def slots(self) -> int:
-        """KV entries of a row."""
-        return 1
+    @abstractmethod
+    def plant(self, job: DraftJob, number: int) -> BlockTree:
+        """Return the tree of the call's job `number`, which has no node yet."""
+
+    def scratch(self, tree: BlockTree) -> int:
+        """Return how many KV entries a tree writes behind its session's rows."""
+        return 0
+
+    @abstractmethod
+    def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
+        """Grow the trees, for which there is room, and yield those that grew each time that something is to be sent.
+
+        The model of their variant is `self.model`.
+        """
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Run the forward over rows of target features, which stores keys and values; returns each row's states."""
+        return self.run_behind(inputs, self.model.condition(inputs.features))
+
+    def run_behind(self, inputs: Inputs, condition: Tensor) -> Tensor:
+        """Return the (N, ...) un-normed states of rows with these (N, hidden) conditions."""
+        rope = self.model.rope(inputs.positions, self.dtype)
+        states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
+        return states[0]
+
+    # --- sessions ---
 
     @property
     def device(self) -> torch.device:
@@ -202,15 +277,16 @@ class FeatureHead(Head):
         return self.row_inputs.pool
 
     @property
-    def on_device(self) -> bool:
-        """Whether it computes elsewhere than on the CPU."""
-        return self.device.type != "cpu"
+    def model(self) -> Any:
+        """The model that drafts now; of a variant that is gone the deployed one."""
+        return self.models.get(self._variant, self.models[0])
 
+    @torch.inference_mode()
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Make the rows of the prompt's window, chunk by chunk. Raises InvalidField, and Overloaded without KV room."""
         if opening.want_q_rows:
-            raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample its drafts")
-        start, features = self._read(opening.features, "open.features")
+            raise InvalidField("open.want_q_rows", f"a {self.kind} head does not sample its drafts")
+        start, features = self._rows_of(opening.features, "open.features")
         ids = list(opening.ids)
         if start + len(features) != len(ids):
             raise InvalidField("open.features", f"end at position {start + len(features)} of {len(ids)} committed ids")
@@ -218,48 +294,21 @@ class FeatureHead(Head):
             table = self.pool.allocate(str(key), len(features) * self.slots)
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        noise = Noise(self.ranking.target_ids)
-        session = FeatureSession(table, ids, start, features, start, start, noise, opening.want_misses)
-        session.sketch = sketch_of(features)
-        session.choice = self.variants.routes.choose(session.sketch, opening.session)
+        sketch = sketch_of(features)
+        choice = self.routes.choose(sketch, opening.session)
+        opened = DraftOpened(0, choice.variant, choice.kind, tuple(sketch.tolist()))
+        session = FeatureSession(table, ids, start, features, start, start, opened, opening.want_misses)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
         while session.done < end:
-            self._use(session)
-            self._prefill(session, min(session.done + chunk, end))
+            self._variant = session.opened.variant
+            self.prefill(session, min(session.done + chunk, end))
             self.forward_ns += self.timed.taken()
-            session.forget()
             yield
 
     def opened(self, key: int) -> DraftOpened:
         """Say which variant drafts, and what the prompt is like."""
-        session = self._sessions[key]
-        choice, sketch = session.choice, tuple(session.sketch.tolist())
-        return DraftOpened(self.description.weights_version, choice.variant, choice.kind, sketch)
-
-    @property
-    def model(self) -> Any:
-        """The model that drafts now."""
-        return self.variants.model
-
-    def _use(self, session: FeatureSession) -> None:
-        """Let the model of the session's variant draft."""
-        self.variants.at_work = session.choice.variant
-
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        """Draft with one variant after the other."""
-        groups: dict[int, list[int]] = {}
-        for number, job in enumerate(jobs):
-            groups.setdefault(self._sessions[job.key].choice.variant, []).append(number)
-        for numbers in groups.values():
-            self._use(self._sessions[jobs[numbers[0]].key])
-            for grown in self._draft([jobs[number] for number in numbers]):
-                self.forward_ns += self.timed.taken()
-                yield [replace(part, job=numbers[part.job]) for part in grown]
-
-    @abstractmethod
-    def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        """Draft as `draft` does for jobs of one variant, whose model is at work."""
+        return replace(self._sessions[key].opened, weights_version=self.description.weights_version)
 
     def close(self, key: int) -> None:
         """Free the session's KV."""
@@ -272,11 +321,11 @@ class FeatureHead(Head):
         if not advance.ids:
             return None
         session = self._sessions[key]
-        start, features = self._read(advance.features, "step.advance.features")
+        start, features = self._rows_of(advance.features, "step.advance.features")
         if (start, len(features)) != (len(session.ids), len(advance.ids)):
             raise InvalidField("step.advance.features", "are not those of the committed ids")
         miss = self._miss(session, advance)
-        session.last_draft = None
+        session.last_tree = None
         session.ids += advance.ids
         session.features = torch.cat((session.features, features))
         return miss
@@ -286,144 +335,152 @@ class FeatureHead(Head):
         size = count * self.config.feature_width * self.dtype.itemsize
         return Features(start, count, self.settings.dtype, bytes(size))
 
-    def _read(self, features: Features | None, field: str) -> tuple[int, Tensor]:
+    def _rows_of(self, features: Features | None, field: str) -> tuple[int, Tensor]:
         """Return the first position and the (n, F) rows of inline features. Raises InvalidField."""
         if features is None or features.inline is None or not features.count:
-            raise InvalidField(field, f"a {self.description.kind} head drafts from the target's features")
+            raise InvalidField(field, f"a {self.kind} head drafts from the target's features")
         dtype = DTYPES[features.dtype or "float32"]
         if len(features.inline) != features.count * self.config.feature_width * dtype.itemsize:
             raise InvalidField(field, f"{len(features.inline)} bytes are not {features.count} rows of {features.dtype}")
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
         return features.start, rows.to(self.dtype)
 
-    def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
-        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0."""
-        noise = self._sessions[job.key].noise
-        return noise.rows(job.sampling.seed, job.committed_len + 1, depths) if job.noisy else None
-
-    # --- weights ---
-
-    def staging(self, header: WeightsHeader) -> Staging:
-        """Return what takes the parts of a push; its parent is what is in use or the checkpoint."""
-        return Staging(header, self.description.name, self.weights, self._checkpoint)
-
-    def prepare_swap(self, staging: Staging) -> WeightSwap:
-        """Make a model with the push's tensors, in the head's dtype and on its device. It shares the others."""
-        return WeightSwap(self, staging)
-
-    # --- misses ---
-
-    def _keep_draft(self, job: DraftJob, tokens: list[int], parents: list[int]) -> LastDraft | None:
-        """Return where to note the draft that begins, whose tree grows in these lists; None if no misses are wanted."""
-        session, version = self._sessions[job.key], self.description.weights_version
-        session.last_draft = LastDraft(job, version, tokens, parents) if session.wants_misses else None
-        return session.last_draft
+    # --- drafts ---
 
     @torch.inference_mode()
-    def _miss(self, session: FeatureSession, advance: Advance) -> float | None:
-        """Return by how much the last draft missed the target's token; `advance` is not taken yet.
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Draft with one variant after the other."""
+        by_variant: dict[int, list[BlockTree]] = {}
+        for number, job in enumerate(jobs):
+            session, tree = self._sessions[job.key], self.plant(job, number)
+            session.last_tree = tree if session.wants_misses else None
+            by_variant.setdefault(session.opened.variant, []).append(tree)
+        for variant, trees in by_variant.items():
+            self._variant = variant
+            growing = [tree for tree in trees if self._has_room(tree)]
+            if full := [tree for tree in trees if tree not in growing]:
+                yield [Growth(tree.number, DraftTree.empty(), last=True) for tree in full]
+            for grown in self.grow(growing) if growing else ():
+                self.forward_ns += self.timed.taken()
+                yield [tree.send() for tree in grown]
 
-        None when the rejection is not about that draft, or other weights made it.
-        """
-        draft, rejection = session.last_draft, advance.rejection
-        if draft is None or rejection is None or draft.version != self.description.weights_version:
-            return None
-        state = draft.state_where_rejected(advance, len(session.ids))
-        if state is None:
-            return None
-        previous = advance.ids[rejection.position - len(session.ids) - 1]
-        self._use(session)
-        places = np.flatnonzero(self.ranking.ids == rejection.target_id)
-        if not len(places):
-            return 1.0
-        logits, _ = self.model.read_behind(state[None], self._tensor([previous]))
-        miss = 1.0 - float(logits[0].float().softmax(-1)[int(places[0])])
-        return float(np.float32(min(1.0, max(0.0, miss))))
-
-    # --- rows ---
-
-    def _room(self, job: DraftJob, extra: int) -> bool:
-        """Take KV room for a job's rows and `extra` entries behind them; returns whether there is anything to draft."""
-        session = self._sessions[job.key]
+    def _has_room(self, tree: BlockTree) -> bool:
+        """Take KV room for a tree's rows and entries; returns whether there is anything to draft."""
+        job, session = tree.job, self._sessions[tree.job.key]
         if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
             return False
-        entries = self._entry(session, job.committed_len) + extra
+        entries = self.entry(session, job.committed_len) + self.scratch(tree)
         try:
             self.pool.extend(session.table, max(entries, session.table.num_tokens))
         except OutOfBlocks:
             return False
         return True
 
-    def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
+    def prefill(self, session: FeatureSession, upto: int) -> None:
+        """Put the rows of the positions before `upto` into KV."""
+        self.timed(self.run, self.row_inputs.make(self.committed_rows(session, upto, None)))
+        session.finish(upto)
+
+    def root_rows(self, trees: Sequence[BlockTree]) -> Rows:
+        """Make the rows of the trees' sessions up to the ones that read the roots; those (J,) are kept."""
+        parts = []
+        for tree in trees:
+            session, length = self._sessions[tree.job.key], tree.job.committed_len
+            session.done = min(session.done, length - 1)  # the same draft once more: its row once more
+            parts.append(self.committed_rows(session, length, tree.job.root))
+        return join(parts)
+
+    def committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
         """Make the rows of the positions done..upto-1; the last one's token is `root` when it is not committed yet."""
         tokens = session.ids[session.done + 1 : upto + 1]
         if root is not None:
             tokens = [*tokens[: upto - session.done - 1], root]
-        tail = Tail(session.table, self._entry(session, session.done), self._visible(len(tokens)))
-        return Rows(session.take(upto), tokens, range(session.done, upto), (tail,))
+        tail = Tail(session.table, self.entry(session, session.done), self.visible(len(tokens)))
+        return Rows(tokens, range(session.done, upto), (tail,), session.take(upto))
 
-    def _visible(self, rows: int) -> NDArray[np.bool_]:
+    def visible(self, rows: int) -> NDArray[np.bool_]:
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
         return _earlier(rows * self.slots)
 
-    def _query_rows(self, jobs: Sequence[DraftJob]) -> Rows:
-        """Make all jobs' rows up to the one that reads the root; the (J,) last ones are kept."""
-        parts = []
-        for job in jobs:
-            session = self._sessions[job.key]
-            session.done = min(session.done, job.committed_len - 1)  # the same draft once more: its row once more
-            parts.append(self._committed_rows(session, job.committed_len, job.root))
-        return join(parts)
-
-    def _settle(self, jobs: Sequence[DraftJob]) -> None:
-        """Note that the jobs' rows are in KV now."""
-        for job in jobs:
-            session = self._sessions[job.key]
-            session.done = job.committed_len
-            session.forget()
-
-    def _entry(self, session: FeatureSession, position: int) -> int:
+    def entry(self, session: FeatureSession, position: int) -> int:
         """Count the KV entries before a position's row."""
         return (position - session.start) * self.slots
 
-    def _tensor(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    def tensor(self, numbers: Sequence[int] | Ints) -> Tensor:
         """Return the numbers as int64 on the head's device, in the same shape."""
-        return torch.from_numpy(np.asarray(numbers, np.int64)).to(self.device)
+        return _tensor(numbers).to(self.device)
+
+    # --- misses ---
+
+    def note(self, tree: BlockTree, states: Tensor) -> None:
+        """Keep the (S * K, hidden) states that predicted the tree's last block, in a session that wants misses."""
+        if self._sessions[tree.job.key].wants_misses:
+            tree.predictions.append((tree.block, states))
 
     @torch.inference_mode()
-    def _prefill(self, session: FeatureSession, upto: int) -> None:
-        self.timed(self._states, self.row_inputs.make(self._committed_rows(session, upto, None)))
-        session.done = upto
+    def _miss(self, session: FeatureSession, advance: Advance) -> float | None:
+        """Return by how much the last draft missed the target's token, 1 - q of it; `advance` is not taken yet.
 
-    def _states(self, inputs: Inputs) -> Tensor:
-        """Run the forward over rows of target features, which stores keys and values; returns each row's states."""
-        return self._forward(self.model.condition(inputs.features), inputs)
+        None when the rejection is not about that draft, or no forward predicted there.
+        """
+        tree, rejection, length = session.last_tree, advance.rejection, len(session.ids)
+        if tree is None or rejection is None or (tree.job.committed_len, tree.job.root) != (length, advance.ids[0]):
+            return None
+        depth = rejection.position - length - 1
+        state = tree.state_behind(advance.ids[1 : depth + 1]) if 0 <= depth < len(advance.ids) else None
+        if state is None:
+            return None
+        places = np.flatnonzero(self.ranking.ids == rejection.target_id)
+        if not len(places):
+            return 1.0
+        self._variant = session.opened.variant
+        logits, _ = self.model.read_behind(state[None], self.tensor([advance.ids[depth]]))
+        miss = 1.0 - float(logits[0].float().softmax(-1)[int(places[0])])
+        return float(np.float32(min(1.0, max(0.0, miss))))
 
-    def _forward(self, condition: Tensor, inputs: Inputs) -> Tensor:
-        """Return the (N, ...) un-normed states of rows with these (N, hidden) conditions."""
-        rope = self.model.rope(inputs.positions, self.dtype)
-        states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
-        return states[0]
+    # --- new weights ---
 
-    def _read_states(self, states: Tensor) -> Output:
-        """Return un-normed states with their logits, and whatever else a kind reads off them."""
-        logits, normed = self.model.read(states)
-        return states, logits, normed
+    def models_of(self, weights: Weights) -> dict[int, Any]:
+        """Return the models of other weights by variant, ready beside those that draft. Any thread may call it.
 
-    @torch.inference_mode()
-    def _from_roots(self, jobs: Sequence[DraftJob], depths: int) -> tuple[Output, list[Tensor | None]]:
-        """Run the jobs' rows, and read those of the roots; also returns each one's noise of so many depths, if any."""
-        rows, noisy = self._query_rows(jobs), [job for job in jobs if job.noisy]
-        inputs = self.row_inputs.make(rows, places(noisy) if self.on_device else NOTHING)
-        out = self.timed(lambda given: self._read_states(self._states(given).index_select(0, given.kept)), inputs)
-        self._settle(jobs)
-        if not self.on_device:
-            return out, [self._noise(job, depths) for job in jobs]
-        rows_of_noise = iter(noise_there(inputs.beside, depths, self.ranking.target_ids)) if noisy else iter(())
-        return out, [next(rows_of_noise) if job.noisy else None for job in jobs]
+        They share every tensor that is the same.
+        """
+        assert self.weights is not None
+        model, changed = self.models[0], set(weights.differing(self.weights))
+        models: dict[int, Any] = {}
+        for variant in (0, *numbers_in(weights.tensors)):
+            model = models[variant] = self._with_tensors(models.get(0, model), weights.tensors, variant, changed)
+            changed = set(weights.tensors)
+        return models
 
-    @torch.inference_mode()
-    def _from_states(self, rows: Rows) -> Output:
-        """Run rows of the head's own states, and read them."""
-        inputs = self.row_inputs.make(rows)
-        return self.timed(lambda given: self._read_states(self._forward(given.features, given)), inputs)
+    def _with_tensors(self, model: Any, tensors: Mapping[str, Tensor], variant: int, changed: set[str]) -> Any:
+        """Copy a model with a variant's values of the changed ones of its tensors; no other tensor is copied."""
+        state = dict(model.state_dict())
+        on_cuda = self.device.type == "cuda"
+        stream: Any = torch.cuda.Stream(self.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # its own: drafts do not wait for the copies
+            for name in state:
+                own = {part: variant_name(variant, part) for part in public_names(name)}
+                if changed.intersection(own.values()):
+                    values = {part: tensors.get(own_name, tensors[part]) for part, own_name in own.items()}
+                    state[name] = fused_tensor(values, name).to(self.device, self.dtype)
+        if on_cuda:
+            stream.synchronize()
+        return _copied(model, state)
+
+    def exchange(self, weights: Weights, models: dict[int, Any], routes: Routes) -> None:
+        """Draft with these from now on. Call it on the head's thread between drafts."""
+        self.weights, self.models, self.routes = weights, models, routes
+        self.description = replace(self.description, weights_version=weights.version, weights_hash=weights.hash)
+        for session in self._sessions.values():
+            session.last_tree = None  # other weights predicted it
+
+
+def _copied(model: DraftModel, state: Mapping[str, Tensor]) -> DraftModel:
+    """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
+    shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config, model.own_embedding]
+    copy = deepcopy(model, {id(part): part for part in shared})
+    copy.load_state_dict(dict(state), assign=True)
+    prepack(copy)
+    copy.freeze()
+    return copy

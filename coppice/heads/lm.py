@@ -7,7 +7,7 @@ does: the best `top_k` nodes of a level are expanded, and the `budget` best cand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from coppice.engine.loading import load_engine
 from coppice.engine.rows import Earlier, Piece, pack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
-from coppice.heads.block_head import BlockTree, row_slices
 from coppice.heads.models.expectation import read_expectation
-from coppice.heads.ranking import Noise, noise_there, on_host, places
+from coppice.heads.tree import Blocks, BlockTree, Ranking, row_slices
 from coppice.speculation.sampling import uniform
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft, vocabulary_hash
 
@@ -102,24 +101,7 @@ _CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
 class _Session:
     table: BlockTable
     ids: list[int]
-    noise: Noise
     in_kv: int = 0  # ids whose keys and values are in place
-
-
-@dataclass(eq=False)
-class _Tree(BlockTree):
-    session: _Session = field(kw_only=True)
-    positions: list[int] = field(default_factory=list)  # of the nodes that were expanded, the root first
-    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
-
-    @property
-    def noisy(self) -> bool:
-        """Whether its candidates are ranked with the target's noise."""
-        return self.job.noisy and not self.job.want_q_rows
-
-    def finish(self) -> Growth:
-        """Return the best nodes, and the rows that they were sampled from if they were."""
-        return replace(self.send(last=True), q_rows=np.stack(self.q_rows) if self.q_rows else None)
 
 
 class LanguageModelHead(Head):
@@ -130,7 +112,7 @@ class LanguageModelHead(Head):
 
         Raises what load_engine raises, and InvalidField where the vocabulary is not that of a `settings.target`.
         """
-        settings = with_tree_shape(settings)
+        self.settings = settings = with_tree_shape(settings)
         own_hash = tokenizer_hash(settings.path)
         if not own_hash:
             log.warning("no tokenizer.json: nothing says whether its ids mean the target's words", folder=settings.path)
@@ -140,11 +122,10 @@ class LanguageModelHead(Head):
         self.engine = load_engine(
             settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
         )
-        self.settings = settings
         info = self.engine.info
         self._width = min(target_width or info.vocab_size, info.vocab_size)
         """of the logits that it drafts from; ids behind its own last one, which no token has, are read as that"""
-        self._ids = torch.arange(self._width, device=settings.device)
+        self.ranking = Ranking(torch.arange(self._width, device=settings.device))
         self.description = HeadDescription(
             settings.name or "lm",
             "lm",
@@ -163,7 +144,7 @@ class LanguageModelHead(Head):
             table = self.engine.pool.allocate(str(key), len(ids))
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        session = self._sessions[key] = _Session(table, self._known(opening.ids), Noise(self._ids))
+        session = self._sessions[key] = _Session(table, self._known(opening.ids))
         while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
             chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
             self.forward_ns += self.engine.forward(pack([Piece.chain(table, session.in_kv, chunk)])).forward_ns
@@ -183,31 +164,36 @@ class LanguageModelHead(Head):
     def _known(self, ids: Sequence[int]) -> list[int]:
         return [min(token, self.engine.info.vocab_size - 1) for token in ids]
 
+    @torch.inference_mode()
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        width, sessions = self.settings.top_k, self._sessions
-        trees = [_Tree(job, number, width, session=sessions[job.key]) for number, job in enumerate(jobs)]
-        active = [tree for tree in trees if self._start(tree)]
-        noisy = [tree for tree in active if tree.noisy] if self.engine.on_device else []
-        depth = 0
-        while active:
-            output = self.engine.forward(pack([self._piece(tree, depth) for tree in active]))
-            for tree in active:  # only now: a forward that failed wrote nothing
-                tree.session.in_kv = tree.job.committed_len
-            if depth == 0 and noisy:
-                there = torch.from_numpy(places([tree.job for tree in noisy])).to(self._ids.device)
-                noises = noise_there(there, self.settings.depth, self._ids)
-                for tree, its_noise in zip(noisy, noises, strict=True):
-                    tree.noise = its_noise
-            depth += 1
-            self._add_level(active, output.logits, depth)
+        trees = [BlockTree(job, number, self.settings.top_k) for number, job in enumerate(jobs)]
+        active = [tree for tree in trees if self._has_room(tree)]
+        active.sort(key=lambda tree: tree.job.want_q_rows)
+        q_rows: dict[int, list[NDArray[np.float32]]] = {tree.number: [] for tree in active if tree.job.want_q_rows}
+        for depth in range(self.settings.depth):
+            if not active:
+                break
+            output = self.engine.forward(pack([self._piece(tree) for tree in active]))
+            if depth == 0:
+                for tree in active:  # only now: a forward that failed wrote nothing
+                    self._sessions[tree.job.key].in_kv = tree.job.committed_len
+                self.ranking.couple(active, self.settings.depth)
+            deeper, logits = depth + 1 < self.settings.depth, output.logits[:, : self._width]
+            for tree, rows in zip(active, row_slices(active), strict=True):
+                if tree.job.want_q_rows:
+                    self._sample(tree, logits[rows], deeper, q_rows[tree.number])
+            if ranked := [tree for tree in active if not tree.job.want_q_rows]:
+                count = row_slices(ranked)[-1].stop
+                self.ranking.grow(ranked, logits[:count, None].float(), (0, self.settings.top_k), deeper)
             self.forward_ns += output.forward_ns
-            active = [tree for tree in active if len(tree.starts)]
-        yield [tree.finish() for tree in trees]
+            active = [tree for tree in active if tree.grows]
+        stacked = {number: np.stack(rows) for number, rows in q_rows.items()}
+        yield [replace(tree.send(), last=True, q_rows=stacked.get(tree.number)) for tree in trees]
 
-    def _start(self, tree: _Tree) -> bool:
+    def _has_room(self, tree: BlockTree) -> bool:
         """Take the KV room of a tree; returns whether there is anything to draft and room for it."""
-        job, session = tree.job, tree.session
+        job, session = tree.job, self._sessions[tree.job.key]
         room = job.committed_len + 1 + self.settings.top_k * self.settings.depth
         if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
             return False
@@ -215,73 +201,31 @@ class LanguageModelHead(Head):
             self.engine.pool.extend(session.table, max(room, session.table.num_tokens))
         except OutOfBlocks:
             return False
-        if tree.noisy and not self.engine.on_device:
-            levels = min(self.settings.depth, job.budget)
-            tree.noise = session.noise.rows(job.sampling.seed, job.committed_len + 1, levels)
         return True
 
-    def _piece(self, tree: _Tree, depth: int) -> Piece:
-        """Make the rows of the next forward: what was committed and the root, later a level's frontier."""
-        session, prefix = tree.session, tree.job.committed_len
-        if depth == 0:
-            tree.positions.append(prefix)
+    def _piece(self, tree: BlockTree) -> Piece:
+        """Make the rows of the next forward: what was committed and the root, later a level's starts."""
+        session, prefix, starts = self._sessions[tree.job.key], tree.job.committed_len, tree.starts
+        if not tree.tokens:
             chunk = [*session.ids[session.in_kv : prefix], *self._known([tree.job.root])]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        count, earlier = len(tree.starts), Earlier(tree.starts.visible(), np.array(tree.positions, np.int64))
-        tree.positions += [prefix + depth] * count
+        count = len(starts.nodes)
         return Piece(
             table=session.table,
             prefix_len=prefix,
-            tokens=[tree.tokens[node - 1] for node in tree.starts.nodes],
+            tokens=[tree.tokens[node - 1] for node in starts.nodes],
             parents=[-1] * count,
-            depths=[depth] * count,
+            depths=starts.depths,
             keep=range(count),
-            earlier=earlier,
+            earlier=Earlier(tree.visible(), prefix + np.array(tree.entries, np.int64)),
         )
 
-    @torch.inference_mode()
-    def _add_level(self, trees: Sequence[_Tree], logits: Tensor, depth: int) -> None:
-        """Add the children of the frontiers and choose the next ones."""
-        logits, slices = logits[:, : self._width], row_slices(trees)
-        tokens: list[list[int]] = []
-        scores: list[list[float]] = []
-        if not all(tree.job.want_q_rows for tree in trees):
-            top = draft_scores(logits, trees, depth).topk(min(self.settings.top_k, self._width))
-            of_tokens, of_scores = on_host(top.indices, top.values)
-            scores, tokens = of_scores.tolist(), of_tokens.tolist()
-        for tree, rows in zip(trees, slices, strict=True):
-            deeper = depth < min(self.settings.depth, tree.job.budget)
-            if tree.job.want_q_rows:
-                token, score = self._sample(tree, logits[rows], depth)
-                tree.grow_level([[token]], [[score]], deeper)
-            else:
-                tree.grow_level(tokens[rows], scores[rows], deeper)
-
-    def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
-        """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""
+    def _sample(self, tree: BlockTree, logits: Tensor, deeper: bool, q_rows: list[NDArray[np.float32]]) -> None:
+        """Add the next token of a chain, sampled from q; q's row is kept for the p/q rule."""
         job = tree.job
         q = (logits[0].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
-        drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
+        drawn = uniform(job.sampling.seed, job.committed_len + len(tree.tokens) + 1, _CHAIN_STREAM)
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
-        tree.q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
-        return token, min(0.0, float(np.log(max(q[token], 1e-30))))
-
-
-def draft_scores(logits: Tensor, trees: Sequence[_Tree], depth: int) -> Tensor:
-    """Return (n, V) scores of the children at `depth` of the trees' starts.
-
-    They are log q, reweighted at T > 0 by the keyed noise of the position that the children stand at (coupled drafting,
-    docs/architecture.md).
-    """
-    slices = row_slices(trees)
-    scores = logits.float()
-    for tree, rows in zip(trees, slices, strict=True):
-        if tree.job.sampling.temperature not in (0, 1) and not tree.job.want_q_rows:
-            scores[rows] /= tree.job.sampling.temperature
-    scores = scores.log_softmax(-1)
-    noisy = [(tree.noise[depth - 1], rows) for tree, rows in zip(trees, slices, strict=True) if tree.noise is not None]
-    if not noisy:
-        return scores
-    for noise, rows in noisy:
-        scores[rows] += noise
-    return scores.log_softmax(-1)  # of the others it changes no more than rounding
+        q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
+        score = min(0.0, float(np.log(max(q[token], 1e-30))))
+        tree.grow(Blocks([[[token]]], [[[score]]], [[0]], [[1]]), (0, 1), deeper)

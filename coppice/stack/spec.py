@@ -70,7 +70,7 @@ class HeadSpec:
     kind: HeadKind
     path: Path | None = None
     flags: tuple[tuple[str, Any], ...] = ()
-    """more settings of its drafters, such as ("drafter.chain", True)"""
+    """more settings of its drafters, such as ("drafter.top_k", 1)"""
 
     @classmethod
     def shipped(cls, name: str) -> Self:

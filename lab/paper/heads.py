@@ -7,7 +7,8 @@ predict all of a draft's tokens in one forward, no slot knowing of another. `fal
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,10 +19,10 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_head import BLOCKS, BlockHead, Blocks, BlockTree
-from coppice.heads.masked_block_head import ParallelHead
-from coppice.heads.models.specblock import BUCKETS
-from coppice.heads.rows import FeatureSession, Inputs, Rows
+from coppice.heads.block_head import BLOCKS, BlockHead
+from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
+from coppice.heads.models.block import BUCKETS
+from coppice.heads.tree import Blocks, BlockTree
 from lab.paper.models import (
     FalconConfig,
     FalconModel,
@@ -36,17 +37,45 @@ FIRST, OTHERS = 0.6, 0.25
 between what `coppice bench paper rank` prints of two trained heads"""
 
 
-class MedusaHead(ParallelHead):
+class AtOnceHead(FeatureHead):
+    """Predicts all of a draft's tokens in one forward: the tree is every combination of the slots' `top_k` tokens."""
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        self.deepest = min(self.config.slots, self.settings.depth)
+
+    def plant(self, job: DraftJob, number: int) -> BlockTree:
+        """Return a tree whose level has children behind all its nodes."""
+        return BlockTree(job, number, job.budget)
+
+    def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
+        """Grow all trees, each sent as a whole."""
+        logits = self.predict(trees).float()
+        for tree in trees:
+            self._sessions[tree.job.key].finish(tree.job.committed_len)
+        self.ranking.couple(trees, self.deepest)
+        self.ranking.cross(trees, logits, self.settings.top_k)
+        yield trees
+
+    @abstractmethod
+    def predict(self, trees: Sequence[BlockTree]) -> Tensor:
+        """Return (J, deepest, draft vocabulary) logits of each slot behind each job's root; rows end up in KV."""
+
+
+class MedusaHead(AtOnceHead):
     """A trained set of Medusa heads: they read the last committed position's features alone, and not the root."""
 
     kind = "medusa"
     shape = MedusaConfig, MedusaModel
 
-    def _prefill(self, session: FeatureSession, upto: int) -> None:
-        session.done = upto  # nothing is kept of a position
+    def prefill(self, session: FeatureSession, upto: int) -> None:
+        """Keep nothing of a position."""
+        session.finish(upto)
 
-    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
-        rows = self._query_rows(jobs)
+    def predict(self, trees: Sequence[BlockTree]) -> Tensor:
+        """Read the features of the last rows."""
+        rows = self.root_rows(trees)
+        assert rows.features is not None
         return self.timed(self._logits, rows.features[list(rows.kept)].to(self.device))
 
     def _logits(self, features: Tensor) -> Tensor:
@@ -54,33 +83,33 @@ class MedusaHead(ParallelHead):
         return torch.stack([self.model.read(states[:, slot], slot)[0] for slot in range(self.deepest)], dim=1)
 
 
-class ParallelSpecHead(ParallelHead):
+class ParallelSpecHead(AtOnceHead):
     """A trained ParallelSpec drafter. A draft's masks lie behind the rows in KV until later rows take their place."""
 
     kind = "parallelspec"
     shape = ParallelSpecConfig, ParallelSpecModel
 
-    @property
-    def scratch(self) -> int:
-        """One entry for each mask."""
+    def scratch(self, tree: BlockTree) -> int:
+        """Return one entry for each mask."""
         return self.deepest
 
-    def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
+    def committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
         """Add a group of masks behind the root; what a mask reads beside its position is of no account."""
-        rows = super()._committed_rows(session, upto, root)
-        if root is None:
+        rows = super().committed_rows(session, upto, root)
+        if root is None or rows.features is None:
             return rows
         (tail,), masks = rows.tails, self.deepest
-        visible = self._visible(len(rows.tokens) + masks)
+        visible = self.visible(len(rows.tokens) + masks)
         return Rows(
-            torch.cat((rows.features, rows.features.new_zeros(masks, rows.features.shape[1]))),
             [*rows.tokens, *[0] * masks],
             np.append(rows.positions, np.arange(masks) + upto),
             (Tail(tail.table, tail.prefix, visible),),
+            torch.cat((rows.features, rows.features.new_zeros(masks, rows.features.shape[1]))),
         )
 
-    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
-        inputs = self.row_inputs.make(self._query_rows(jobs))  # of each job the last mask's row is kept
+    def predict(self, trees: Sequence[BlockTree]) -> Tensor:
+        """Read the masks' states."""
+        inputs = self.row_inputs.make(self.root_rows(trees))  # of each job the last mask's row is kept
         masks = inputs.kept[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
         return self.timed(self._logits, inputs, masks)
 
@@ -88,7 +117,7 @@ class ParallelSpecHead(ParallelHead):
         logits: Tensor = self.model.read(self._masked(inputs, masks)[masks])[0]
         return logits
 
-    def _states(self, inputs: Inputs) -> Tensor:
+    def run(self, inputs: Inputs) -> Tensor:
         """Return (N, hidden) un-normed states of rows of target features."""
         return self._masked(inputs, None)
 
@@ -125,9 +154,9 @@ class StaticTree(BlockTree):
             if place == blocks.spine[row][slot]:
                 slot_of[node] = row, slot + 1
 
-    def send(self, last: bool) -> Growth:
+    def send(self) -> Growth:
         """Return the best candidates; call it once."""
-        growth = super().send(last)
+        growth = super().send()
         scores = np.array([score for score, sent in zip(self.given, self.sent, strict=True) if sent], np.float32)
         return replace(growth, nodes=replace(growth.nodes, log_probs=scores))
 
@@ -141,14 +170,18 @@ class FalconHead(BlockHead):
 
     kind = "falcon"
     shape = FalconConfig, FalconModel
-    tree = StaticTree
     anytime = False  # a receiver would prune what a later block displaces by the model's scores
 
     def __init__(self, settings: DrafterSettings, blocks: int = BLOCKS) -> None:
         super().__init__(settings, (with_tree_shape(settings).top_k,) * BUCKETS, blocks)
-        self._own = [(1 << self.slots) - 1] * self.slots
+        self.own = [(1 << self.slots) - 1] * self.slots
 
-    def _visible(self, rows: int) -> NDArray[np.bool_]:
+    def plant(self, job: DraftJob, number: int) -> BlockTree:
+        """Return a static tree."""
+        return StaticTree(job, number, super().plant(job, number).most_starts)
+
+    def visible(self, rows: int) -> NDArray[np.bool_]:
+        """Return what a row's entries see: their own row whole."""
         return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)
 
 

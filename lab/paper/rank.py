@@ -15,7 +15,6 @@ from coppice.engine.loading import load_engine
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.block_head import BLOCKS, BlockHead, SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
-from coppice.heads.ranking import target_ids
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.stack.spec import StackSpec
@@ -125,7 +124,7 @@ class BranchingHead(SpecBlockHead):
         self._rank_guided = rank_guided
         BlockHead.__init__(self, settings, widths if rank_guided else (widths[1],) * len(widths), blocks)
 
-    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
+    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor | None:
         """Return the rank head's answers, or bucket 1 everywhere."""
         return super().buckets(logits, normed) if self._rank_guided else BlockHead.buckets(self, logits, normed)
 
@@ -181,7 +180,7 @@ def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple
     bucket of the gold token and the one that the rank head predicts."""
     loaded = load_head("specblock", folder, target)
     read, positions = as_positions(texts)
-    teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
+    teacher = Teacher(read, read_output(target).float(), loaded.model.target_ids)
     confusion = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64)
 
     def count(output: SlotOutput) -> None:

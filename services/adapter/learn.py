@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
-from coppice.heads.ranking import target_ids
 from coppice.machine import this_machine
 from coppice.signals.records import Sample
 from coppice.training.answers import Answer
@@ -197,7 +196,7 @@ class Learner:
         self.student = Student(loaded.model.to(device), embedding)
         self._frozen = Student(copy.deepcopy(loaded.model).requires_grad_(False), embedding)
         self._trained = [(name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad]
-        draft_ids = target_ids(loaded.model, loaded.config).to(device)
+        draft_ids = loaded.model.target_ids.to(device)
         self._draft_count = len(draft_ids)
         self._draft_number = torch.full((loaded.config.vocab_size + 1,), NOTHING, dtype=torch.int64, device=device)
         self._draft_number[draft_ids] = torch.arange(len(draft_ids), device=device)

@@ -15,7 +15,7 @@ import structlog
 from coppice import failpoints
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import Unavailable
-from coppice.heads.base import DraftJob, Head, Swap
+from coppice.heads.base import DraftJob, Head
 from coppice.limits import MAX_CONTEXT
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
@@ -25,7 +25,7 @@ from .samples import Samples
 from .session import Answer, Session, Waiting
 
 if TYPE_CHECKING:
-    from coppice.weights.staging import Staging
+    from .staging import Staging, Swap
 
 log = structlog.get_logger()
 
@@ -82,15 +82,19 @@ class Worker(BatchingThread):
         self.post(lambda: self._take_close(session))
 
     def staging(self, header: WeightsHeader) -> Staging:
-        """Where the parts of a push of weights go. Raises what the head's own `staging` raises."""
-        return self._head.staging(header)
+        """Where the parts of a push of weights go. Raises what `staging_for` raises."""
+        from .staging import staging_for  # with torch, which heads that count do without
+
+        return staging_for(self._head, header)
 
     async def replace_weights(self, staging: Staging) -> int:
         """Check what was staged, make it ready beside the drafts and put it to use between two of them.
 
-        Returns for how long nothing was drafted, nanoseconds. Raises what the head's `prepare_swap` and `swap` raise.
+        Returns for how long nothing was drafted, nanoseconds. Raises what Swap raises.
         """
-        swap = await asyncio.to_thread(self._head.prepare_swap, staging)
+        from .staging import Swap
+
+        swap = await asyncio.to_thread(Swap, self._head, staging)
         swapped: asyncio.Future[int] = self.loop.create_future()
         self.post(lambda: self._take_swap(swap, swapped))
         swap_ns = await swapped

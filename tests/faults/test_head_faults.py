@@ -23,7 +23,7 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import save_head
-from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
+from coppice.heads.models.block import Eagle3Config, Eagle3Model
 from coppice.heads.models.expectation import expectation
 from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
@@ -33,6 +33,7 @@ from lab.bare import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.watch import best_path
+from services.drafter.staging import Swap, staging_for
 from tests.pushes import Push
 from tests.tiny import make_target
 
@@ -264,10 +265,10 @@ async def test_rows_that_outlive_a_push_are_named(place: Path) -> None:
                 sizes = {f"{prefix}q_proj.bias": 8.0, f"{prefix}k_proj.bias": 1 / 8}
                 new = old.changed({name: old.tensors[name] * by for name, by in sizes.items()}, old.version + 1)
                 push = Push.of(head.description.name, old, new)
-                staging = head.staging(push.header)
+                staging = staging_for(head, push.header)
                 for part in push.parts:
                     staging.add(part)
-                head.prepare_swap(staging).swap()
+                Swap(head, staging).swap()
 
     step, lines, suspects = alarms(head, draws(), 54)
     assert 4 < step <= 4 + 50

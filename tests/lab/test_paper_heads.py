@@ -108,7 +108,7 @@ class SlowMedusa:
             said = self.said(text, start, job)[: self.slots]
         slots = []
         for depth, logits in enumerate(said, start=1):
-            scores = log_scores(logits, job, depth, self.ids, self.settings)
+            scores = log_scores(logits, job, depth, self.ids)
             top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
             slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
         paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
@@ -163,7 +163,7 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     "tree",
     [
         {"blocks": 3, "widths": (2, 4, 10, 0)},
-        {"blocks": 1, "widths": (1, 1, 1, 1)},
+        {"blocks": 1, "widths": (2, 2, 2, 2)},
         {"rank_guided": False, "widths": (9, 3, 0, 0)},
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coppice.client.client import Client
-from coppice.heads.ranking import greedy_ids
+from coppice.heads.tree import greedy_ids
 from coppice.stack.launch import Stack
 from lab.measuring import Bench, reference_of
 from lab.options import Options

@@ -15,11 +15,10 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.engine import Engine, Timed
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.heads.base import DraftJob
-from coppice.heads.feature_head import FeatureHead
+from coppice.heads.feature_head import FeatureHead, RowInputs
 from coppice.heads.lm import LanguageModelHead
-from coppice.heads.ranking import Ranking
 from coppice.heads.registry import served_head
-from coppice.heads.rows import RowInputs
+from coppice.heads.tree import Ranking
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.drafter import Advance
 from tests.pretend import DEVICE, Counts, move, pretending

@@ -22,7 +22,7 @@ from coppice.heads.block_head import BLOCKS, WIDTHS
 from coppice.heads.checkpoints import Loaded, load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
-from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
+from coppice.heads.models.block import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import Rotary, largest
 from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams, noise
@@ -133,7 +133,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor
     return out.transpose(1, 2)
 
 
-def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor, settings: DrafterSettings) -> Tensor:
+def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor:
     scores = (logits / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if job.coupled and job.sampling.temperature:
         known = torch.from_numpy(noise(job.sampling.seed, job.committed_len + depth, ids.numpy())).float()
@@ -226,7 +226,7 @@ class SlowSpecBlock:
                     if not width:
                         break
                     self.said[chain] = normed[slot], logits[slot]
-                    scores = log_scores(logits[slot], job, len(chain) + 1, self.ids, self.settings)
+                    scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
                     greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
                     order = scores.argsort(descending=True).tolist()
                     listed, spine = order[:width], order.index(greedy)
@@ -282,7 +282,7 @@ class SlowEagle3:
                 with torch.inference_mode():
                     logits, _ = self.model.read(state)
                     self.said[path] = self.model.norm(state), logits
-                    scores = log_scores(logits, job, depth, self.ids, self.settings)
+                    scores = log_scores(logits, job, depth, self.ids)
                 for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
                     child = (*path, int(self.ids[at]))
                     nodes[child] = nodes.get(path, 0.0) + float(scores[at])
@@ -368,7 +368,7 @@ class SlowMaskedBlock:
                         before = path[-1] if path else job.root
                         logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
                 self.said[path] = states[depth - 1], logits
-                scores = log_scores(logits, job, depth, self.ids, self.settings)
+                scores = log_scores(logits, job, depth, self.ids)
                 for at in scores.argsort(descending=True)[:width].tolist():
                     child = (*path, int(self.ids[at]))
                     nodes[child] = nodes.get(path, 0.0) + float(scores[at])

@@ -13,7 +13,6 @@ import pytest
 
 from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import load_head, read_output
-from coppice.heads.ranking import target_ids
 from coppice.training.answers import Answer, Answerer, as_positions
 from coppice.training.data import load_tokenizer
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
@@ -51,7 +50,7 @@ def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float
         for one in answers
     ]
     read, positions = as_positions(seen)
-    teacher = Teacher(read, read_output(DEMO / "target"), target_ids(loaded.model, loaded.config))
+    teacher = Teacher(read, read_output(DEMO / "target"), loaded.model.target_ids)
     return accepted_length(measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions))
 
 

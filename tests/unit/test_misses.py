@@ -10,7 +10,7 @@ from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Rejection
-from coppice.wire.drafter import Advance, HeadDescription
+from coppice.wire.drafter import Advance
 from tests.unit.test_feature_heads import (
     GREEDY,
     SAMPLED,
@@ -116,6 +116,5 @@ def test_a_head_that_no_longer_knows_says_nothing(kind: str, target: Path, tmp_p
     head.close(0)
     opened(head, 0, text, 9, misses=True)
     drafted(head, [job])
-    was = head.description
-    head.description = HeadDescription(was.name, was.kind, was.vocab_size, 7, was.feature_layers)  # swapped meanwhile
+    head.exchange(head.weights, head.models, head.routes)  # swapped meanwhile
     assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection(10, 1))) is None

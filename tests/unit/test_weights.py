@@ -27,9 +27,9 @@ from coppice.heads.checkpoints import (
 )
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
-from coppice.weights.staging import Staging, read_file
 from coppice.weights.versions import Weights, pack_update, tensor_digest, weights_hash
 from coppice.wire.drafter import WeightsHeader, WeightsPart
+from services.drafter.staging import Staging, Swap, read_file, staging_for
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
@@ -298,10 +298,10 @@ def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(targ
     first, swaps = head.weights, []
     for seed in (1, 2):
         header, parts = pack_update("eagle3", first, altered(first, seed))
-        staging = head.staging(header)
+        staging = staging_for(head, header)
         for part in parts:
             staging.add(part)
-        swaps.append(head.prepare_swap(staging))
+        swaps.append(Swap(head, staging))
     swaps[0].swap()
     with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
         swaps[1].swap()
@@ -336,5 +336,5 @@ def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
     head = build_head(DrafterSettings(kind="lookup"))
     header = WeightsHeader("lookup", 1, 0, b"\0" * 32, b"\1" * 32, b"\2" * 32, 10, 1)
     with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
-        head.staging(header)
+        staging_for(head, header)
     assert WeightsPart(0, b"").data == head.description.weights_hash

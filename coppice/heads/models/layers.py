@@ -174,6 +174,11 @@ class HeadConfig(RotaryConfig):
         return (len(self.feature_layers) or _DEFAULT_LAYERS) * self.target_hidden_size
 
     @property
+    def row_entries(self) -> int:
+        """KV entries of a committed position's row."""
+        return 1
+
+    @property
     def group(self) -> int:
         """Query heads for each key head."""
         return self.num_attention_heads // self.num_key_value_heads
@@ -194,8 +199,9 @@ class DraftModel(nn.Module):
     @torch.no_grad()
     def freeze(self) -> None:
         """Let its parts keep what they make of their weights alone, which do not change from now on."""
+        part: Any
         for part in self.modules():
-            if isinstance(part, Part):
+            if hasattr(part, "constant"):
                 part.kept = part.constant()
 
     def add_output(self) -> None:
@@ -208,6 +214,12 @@ class DraftModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = config.rotary(config.head_dim)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The (draft vocabulary,) int64 target id of each draft id."""
+        offsets = self.get_buffer("d2t").cpu()
+        return torch.arange(len(offsets)) + offsets
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Return the rotary factors of (B, N) positions, (B, N, D) each."""
@@ -231,18 +243,10 @@ def borrow(layer: nn.Linear) -> None:
     layer.register_buffer("weight", weight, persistent=False)
 
 
-class Part(nn.Module):
-    """A part that makes something of its weights alone, which is kept once they do not change any more."""
+class Attention(nn.Module):
+    """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 
     kept: Tensor | None = None
-
-    def constant(self) -> Tensor | None:
-        """Make it; None when there is nothing to be made."""
-        raise NotImplementedError
-
-
-class Attention(Part):
-    """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 
     def __init__(self, config: HeadConfig, inputs: int = 1) -> None:
         super().__init__()

@@ -116,10 +116,11 @@ class MaskedBlockModel(DraftModel):
         out: Tensor = self.hidden_norm(self.fc(features))
         return out
 
-    def forward(self, context: Tensor, block: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
+    def forward(self, context: Tensor | None, block: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """(B, C, hidden) conditions and (B, R, hidden) embeddings of blocks -> (B, R, hidden) un-normed states.
 
-        `rope` is of the C + R rows. Each attention gets the queries of the R rows, the keys and values of all.
+        `rope` is of the C + R rows. Each attention gets the queries of the R rows, the keys and values of all. Without
+        `context` the attentions know its keys and values.
         """
         for layer, attend in zip(self.layers, attends, strict=True):
             block = layer(block, rope, attend, context)

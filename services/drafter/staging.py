@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
+from coppice.heads.base import Head
 from coppice.limits import MAX_KINDS, MAX_VARIANTS, MAX_VERSION_STEP, SKETCH
-from coppice.weights.variants import shape_of
+from coppice.weights.variants import Routes, shape_of
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 
@@ -175,3 +176,42 @@ def _check_finite(field: str, values: NDArray[np.float32]) -> None:
     for at in range(0, len(values), _CHECKED):
         if not np.isfinite(values[at : at + _CHECKED]).all():
             raise InvalidField(field, "is not finite")
+
+
+def staging_for(head: Head, header: WeightsHeader) -> Staging:
+    """Return what takes the parts of a push; its parent is what is in use or the checkpoint.
+
+    Raises what Staging raises, and InvalidField when the head has no weights that can be replaced.
+    """
+    if head.weights is None or head.checkpoint is None:
+        raise InvalidField("header.head", f"a {head.description.kind} head has no weights that can be replaced")
+    return Staging(header, head.description.name, head.weights, head.checkpoint)
+
+
+class Swap:
+    """The models of a push, in the head's dtype and on its device."""
+
+    def __init__(self, head: Any, staging: Staging) -> None:
+        """Make them; any thread may while others draft. Raises what `Staging.finish` and `Routes.of` raise."""
+        self._head, self._weights, self._replaces = head, staging.finish(), staging.live
+        self._routes = Routes.of(self._weights.tensors)
+        self._models = head.models_of(self._weights)
+
+    def swap(self) -> None:
+        """Put them to use. Call it on the head's thread between drafts.
+
+        Raises StaleFence when the head's weights are no longer those that the push was checked against.
+        """
+        head, weights = self._head, self._weights
+        if head.weights is not self._replaces:
+            raise StaleFence(
+                f"version {weights.version} was made to replace version {self._replaces.version}; version "
+                f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
+            )
+        old = head.models
+        head.exchange(weights, self._models, self._routes)
+        self._models = old
+
+    def release(self) -> None:
+        """Free the old models. It takes a while: call it on another thread than the head's."""
+        del self._models

@@ -1,0 +1,333 @@
+"""The trees that heads grow from logits: how candidates are scored, which of them stay, and where the next ones start.
+
+A tree is in lists: for some dozens of nodes a loop costs less than numpy's calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.heads.base import DraftJob, Growth
+from coppice.heads.models.layers import largest
+from coppice.limits import MAX_TREE_NODES
+from coppice.speculation import sampling, sampling_torch
+from coppice.speculation.tree import DraftTree
+
+CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
+
+
+class Starts(NamedTuple):
+    """The S nodes that the blocks of one forward start from: slot k of a block predicts depth + k + 1."""
+
+    nodes: list[int]  # 0: the root
+    depths: list[int]
+    rows: list[int]  # of the forward before, whose state at the slot is the condition
+    slots: list[int]
+    sees: list[int]  # bit e: whether entry e of the KV of this tree's earlier blocks lies on its path
+
+
+class Blocks(NamedTuple):
+    """What a forward predicts behind each of S starts, in K slots each."""
+
+    tokens: list[list[list[int]]]  # (S, K, W) the slot's likeliest ids, best first
+    scores: list[list[list[float]]]  # (S, K, W) their log-scores, at most 0
+    spine: list[list[int]]  # (S, K) which of them is the slot's greedy token, from which the block itself goes on
+    buckets: list[list[int]]  # (S, K) how sure the slot is: which of the widths is its own
+
+    def of(self, rows: slice) -> Blocks:
+        """Return those of some starts."""
+        return Blocks(self.tokens[rows], self.scores[rows], self.spine[rows], self.buckets[rows])
+
+
+class _Place(NamedTuple):
+    """Where a block may start: a node, its score, and which slot made it."""
+
+    score: float
+    node: int
+    row: int
+    slot: int
+
+
+@dataclass(eq=False)
+class BlockTree:
+    """One job's tree over its blocks: the candidates, and which of them were sent. Candidate i is node i + 1.
+
+    What is not among the `budget` best when it comes is no candidate, unless a block goes on behind it.
+    """
+
+    job: DraftJob
+    number: int
+    """of the job in its call"""
+    most_starts: int
+    """starts of a forward, the likeliest ones"""
+    best_child: float = 0.0
+    """log-score of a node's best child: there is no start where such a child is not among the `budget` best"""
+    noise: Tensor | None = None
+    """(depths, draft vocabulary) of the positions below the root; None: its candidates have none"""
+    first_row: int = 0
+    """of its last block, among the rows of all trees"""
+    starts: Starts = field(default_factory=lambda: Starts([0], [0], [0], [0], [0]))
+    entries: list[int] = field(default_factory=list)
+    """(E,) depths of its earlier blocks' KV entries"""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # cumulative
+    edge: float = -math.inf
+    """score at or below which a node to come is not among the `budget` best"""
+    sent: list[int] = field(default_factory=list)  # a candidate's number in what was sent, 0: not sent
+    block: list[int] = field(default_factory=list)
+    """of the last forward (S * K,) the node whose children each slot's tokens are, -1 where they are not in the tree"""
+    predictions: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """of each forward `block` and the (S * K, hidden) un-normed states that predicted it, where misses are wanted"""
+
+    @property
+    def grows(self) -> bool:
+        """Whether another forward adds to it."""
+        return bool(self.starts.nodes)
+
+    def visible(self, own: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Return (S * K, E + S * K): what the rows of the next blocks see, `own` (K,) of their own block as bits.
+
+        Without `own` (S, E): which earlier entries lie on the starts' paths.
+        """
+        sees, earlier = self.starts.sees, len(self.entries)
+        width = earlier + len(sees) * len(own)
+        if own:
+            firsts = range(earlier, width, len(own))
+            sees = [seen | its << first for seen, first in zip(sees, firsts, strict=True) for its in own]
+        size = -(-width // 8)
+        packed = np.frombuffer(b"".join([seen.to_bytes(size, "little") for seen in sees]), np.uint8)
+        return np.unpackbits(packed.reshape(-1, size), axis=1, count=width, bitorder="little").view(np.bool_)
+
+    def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
+        """Add what a forward predicts behind the starts, and choose the next starts if there is another forward.
+
+        `widths` says how many tokens each bucket branches into; 0 ends the block there. The greedy token is a branch of
+        a slot whatever the noise of a coupled draft prefers, but for one of width 1: where its token is not the greedy
+        one, the next block starts behind it.
+        """
+        self.block = []
+        places: list[_Place] = []
+        for row, (node, tokens, scores, spines, buckets) in enumerate(zip(self.starts.nodes, *blocks, strict=True)):
+            score = self.scores[node - 1] if node else 0.0
+            alive = _alive(spines, [widths[bucket] for bucket in buckets])
+            for slot in range(alive):
+                self.block.append(node)
+                spine, bucket, ends = spines[slot], buckets[slot], slot == alive - 1
+                width = min(widths[bucket], len(tokens[slot]))
+                parent, above = node, score
+                for place in range(width) if spine < width or width == 1 else (*range(width), spine):
+                    its_score = above + scores[slot][place]
+                    inner = place == spine and not ends  # the block predicts on from it itself
+                    if its_score <= self.edge and not inner:
+                        continue
+                    self.tokens.append(tokens[slot][place])
+                    self.parents.append(parent)
+                    self.scores.append(its_score)
+                    if inner:
+                        node, score = len(self.tokens), its_score
+                    elif place <= spine or bucket != CONFIDENT:
+                        places.append(_Place(its_score, len(self.tokens), row, slot))
+            self.block += [-1] * (len(tokens) - alive)
+        self._choose_starts(places if deeper else [], len(blocks.tokens[0]))
+
+    def _choose_starts(self, places: list[_Place], slots: int) -> None:
+        """Let the next forward's blocks, of `slots` entries each, start from the best of the places."""
+        budget, before, earlier = self.job.budget, self.starts, len(self.entries)
+        if places and len(self.scores) >= budget:
+            self.edge = sorted(self.scores)[-budget]
+        places.sort(key=lambda place: place.score, reverse=True)  # stable: the same tree on every machine
+        best = [place for place in places[: self.most_starts] if place.score + self.best_child > self.edge]
+        self.starts = Starts(
+            [place.node for place in best],
+            [before.depths[place.row] + place.slot + 1 for place in best],
+            [place.row for place in best],
+            [place.slot for place in best],
+            [before.sees[place.row] | ((2 << place.slot) - 1) << (earlier + place.row * slots) for place in best],
+        )
+        self.entries += [depth for depth in before.depths for _ in range(slots)]
+
+    def state_behind(self, path: Sequence[int]) -> Tensor | None:
+        """Return the (hidden,) state that predicted the token behind a path of tokens; None when no forward did."""
+        nodes = {pair: node for node, pair in enumerate(zip(self.parents, self.tokens, strict=True), start=1)}
+        node: int | None = 0
+        for token in path:
+            node = nodes.get((node, token)) if node is not None else None
+        for block, states in self.predictions:
+            if node in block:
+                return states[block.index(node)]
+        return None
+
+    def send(self) -> Growth:
+        """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
+        sent = self.sent = self.sent + [0] * (len(self.tokens) - len(self.sent))
+        count = max(sent, default=0)
+        best = sorted(range(len(sent)), key=self.scores.__getitem__, reverse=True)[: self.job.budget]
+        new = sorted([at for at in best if not sent[at]][: MAX_TREE_NODES - count])
+        for number, at in enumerate(new, start=count + 1):
+            sent[at] = number
+        nodes = DraftTree(
+            np.array([self.tokens[at] for at in new], np.int64),
+            np.array([sent[parent - 1] if (parent := self.parents[at]) else 0 for at in new], np.int64),
+            np.array([self.scores[at] for at in new], np.float32),
+        )
+        return Growth(self.number, nodes, last=not self.grows)
+
+
+def _alive(spines: list[int], widths: list[int]) -> int:
+    """Return how many slots of a block are in the tree."""
+    for slot, width in enumerate(widths):
+        if not width or (slot and widths[slot - 1] == 1 and spines[slot - 1]):
+            return slot
+    return len(widths)
+
+
+def row_slices(trees: Iterable[BlockTree]) -> list[slice]:
+    """Return where the rows of each tree's starts lie in a forward over those of all trees."""
+    return [slice(*ends) for ends in pairwise(accumulate((len(tree.starts.nodes) for tree in trees), initial=0))]
+
+
+NOISE_VALUES = 1 << 23
+"""of rows of noise that are kept: most positions of a draft were drafted at before"""
+
+
+class Ranking:
+    """Scores candidates of a draft vocabulary by a head's logits and the target's own noise, and grows trees of them.
+
+    A child of a node has the score log_softmax(logits / T + noise) above its node's.
+    """
+
+    def __init__(self, target_ids: Tensor) -> None:
+        """`target_ids` are the (draft vocabulary,) target ids, on the device that drafts."""
+        self.ids, self.target_ids = target_ids.cpu().numpy(), target_ids
+        self._noise_at = lru_cache(max(32, NOISE_VALUES // len(self.ids)))(self.noise)
+
+    def noise(self, seed: int, position: int) -> Tensor:
+        """Make the (V,) float32 noise of a position. On a CPU numpy makes it in half of torch's time."""
+        return torch.from_numpy(sampling.noise(seed, position, self.ids).astype(np.float32))
+
+    def places(self, trees: Sequence[BlockTree]) -> NDArray[np.int64]:
+        """Return what `couple` wants on a device: the (J,) seeds' bits of coupled jobs, and their first positions."""
+        jobs = [tree.job for tree in trees if tree.job.noisy] if self.target_ids.is_cuda else []
+        seeds = np.array([job.sampling.seed for job in jobs], np.uint64).view(np.int64)
+        return np.concatenate((seeds, np.array([job.committed_len + 1 for job in jobs], np.int64)))
+
+    def couple(self, trees: Sequence[BlockTree], depths: int, places: Tensor | None = None) -> None:
+        """Give the trees of coupled jobs the noise of `depths` positions below their roots.
+
+        `places` are the numbers of that name on the device, if they are there already.
+        """
+        noisy = [tree for tree in trees if tree.job.noisy]
+        if noisy and self.target_ids.is_cuda:
+            if places is None:
+                places = torch.from_numpy(self.places(trees)).to(self.target_ids.device)
+            seeds, firsts = places.view(2, -1, 1)
+            at = (firsts + torch.arange(depths, device=firsts.device)).flatten()
+            noise = sampling_torch.noise(seeds.expand(-1, depths).flatten(), at, self.target_ids).float()
+            for tree, rows in zip(noisy, noise.view(len(noisy), depths, -1), strict=True):
+                tree.noise = rows
+            return
+        for tree in noisy:
+            first, seed = tree.job.committed_len + 1, tree.job.sampling.seed
+            tree.noise = torch.stack([self._noise_at(seed, first + depth) for depth in range(depths)])
+
+    def grow(
+        self,
+        trees: Sequence[BlockTree],
+        logits: Tensor,
+        widths: Sequence[int],
+        deeper: bool,
+        buckets: Tensor | None = None,
+    ) -> None:
+        """Add to the trees what (S, K, V) float32 logits, which change, predict behind the starts of them all.
+
+        A slot branches into widths[its bucket] tokens; without (S, K) `buckets` all are of bucket 1.
+        """
+        # A block goes on from the greedy tokens of its slots, but for the last one.
+        slots = logits.shape[1]
+        coupled = slots > 1 and any(tree.noise is not None for tree in trees)
+        greedy = greedy_ids(logits)[..., None] if coupled else None
+        slices = row_slices(trees)
+        for tree, rows in zip(trees, slices, strict=True):
+            start = tree.first_row = rows.start
+            for depth, alike in groupby(tree.starts.depths):  # slot k's token stands k + 1 positions further
+                end = start + len(list(alike))
+                noise = None if tree.noise is None else tree.noise[depth : depth + slots]
+                score(logits[start:end], tree.job, noise)
+                start = end
+        width = max(1, *widths) + coupled  # room for a greedy token that the noise puts behind the others
+        ranked = self.likeliest(logits, width, greedy, None if buckets is None else buckets[..., None])
+        for tree, rows in zip(trees, slices, strict=True):
+            tree.grow(ranked.of(rows), widths, deeper)
+
+    def cross(self, trees: Sequence[BlockTree], logits: Tensor, width: int) -> None:
+        """Add all paths over slots that know nothing of one another: (J, K, V) float32 logits, which change."""
+        slots = logits.shape[1]
+        for tree, rows in zip(trees, logits, strict=True):
+            score(rows, tree.job, None if tree.noise is None else tree.noise[:slots])
+        blocks = self.likeliest(logits, width)
+        for tree, of_slots, values in zip(trees, blocks.tokens, blocks.scores, strict=True):
+            for slot in range(slots):
+                count = len(tree.starts.nodes)
+                alike = Blocks([[of_slots[slot]]] * count, [[values[slot]]] * count, [[0]] * count, [[1]] * count)
+                tree.grow(alike, (0, width), slot + 1 < slots)
+                if not tree.grows:
+                    break
+
+    def likeliest(
+        self, scores: Tensor, width: int, greedy: Tensor | None = None, buckets: Tensor | None = None
+    ) -> Blocks:
+        """Return the `width` best of (S, K, V) scores in each slot, as log-scores.
+
+        (S, K, 1) `greedy` draft ids are the last ones where they are not among the best. `buckets` are (S, K, 1).
+        """
+        scores = scores.log_softmax(-1)
+        values, indices = largest(scores, min(width, scores.shape[-1]))
+        more = () if greedy is None else (greedy, scores.gather(-1, greedy))
+        best, log_scores, *others = on_host(indices, values, *more, *(() if buckets is None else (buckets,)))
+        spine: NDArray[Any] = np.zeros(best.shape[:-1], np.int64)
+        if greedy is not None:
+            ids, theirs = others[:2]
+            found = best == ids
+            spine, absent = found.argmax(-1), ~found.any(-1)
+            if absent.any():
+                best[absent, -1], log_scores[absent, -1] = ids[absent, 0], theirs[absent, 0]
+                spine[absent] = best.shape[-1] - 1
+        bucket: NDArray[Any] = np.ones_like(spine) if buckets is None else others[-1][..., 0]
+        return Blocks(self.ids[best].tolist(), log_scores.tolist(), spine.tolist(), bucket.tolist())
+
+
+def score(logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
+    """Turn (..., K, V) float32 logits, in place, into scores of a job's candidates with (K, V) noise."""
+    if job.sampling.temperature:
+        logits *= 1.0 / job.sampling.temperature
+    if noise is not None:
+        logits += noise
+
+
+def greedy_ids(rows: Tensor) -> Tensor:
+    """Return the (...) int64 ids of the largest of (..., V) logits, of several the lowest.
+
+    On a CPU numpy's: torch's takes three to seven times as long there.
+    """
+    return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.numpy().argmax(-1)))
+
+
+def on_host(*parts: Tensor) -> list[NDArray[Any]]:
+    """Return (..., N) tensors of integers and float32 as arrays, after one transfer from the device."""
+    if not parts[0].is_cuda:
+        return [part.numpy() for part in parts]
+    packed = torch.cat([part if part.is_floating_point() else part.int().view(torch.float32) for part in parts], dim=-1)
+    arrays = np.split(packed.cpu().numpy(), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    pairs = zip(parts, arrays, strict=True)
+    return [array if part.is_floating_point() else array.view(np.int32) for part, array in pairs]
