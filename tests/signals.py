@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from coppice.signals.records import QueryRecord, Sample, queries_key, read_query, read_sample, samples_key
+from coppice.signals.records import QueryRecord, Sample, read_query, read_sample, redis_key
 
 
 @dataclass
@@ -58,11 +58,11 @@ def eventually(claim: Callable[[], bool], within_s: float = 20.0) -> bool:
 
 def queries(redis: Redis, head: str) -> list[QueryRecord]:
     """All query records of a head's stream."""
-    entries: Any = redis.xrange(queries_key(head))
+    entries: Any = redis.xrange(redis_key(head, "queries"))
     return [read_query(fields) for _, fields in entries]
 
 
 def samples(redis: Redis, head: str) -> list[Sample]:
     """All samples of a head's stream."""
-    entries: Any = redis.xrange(samples_key(head))
+    entries: Any = redis.xrange(redis_key(head, "samples"))
     return [read_sample(fields) for _, fields in entries]

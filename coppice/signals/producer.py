@@ -31,12 +31,10 @@ from coppice.signals.records import (
     QueryRecord,
     Sample,
     Stream,
-    demand_key,
-    queries_key,
     query_to_fields,
     read_demand,
+    redis_key,
     sample_to_fields,
-    samples_key,
     size_of,
 )
 
@@ -125,11 +123,11 @@ class Producer:
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
-        self._put("queries", queries_key(head), query_to_fields(record))
+        self._put("queries", redis_key(head, "queries"), query_to_fields(record))
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
-        self._put("samples", samples_key(head), sample_to_fields(sample))
+        self._put("samples", redis_key(head, "samples"), sample_to_fields(sample))
 
     # --- the queue ---
 
@@ -205,7 +203,7 @@ class Producer:
             pipe = client.pipeline(transaction=False)
             pipe.ping()
             for head in self._heads:
-                pipe.get(demand_key(head))
+                pipe.get(redis_key(head, "demand"))
             _, *demands = await pipe.execute()
         self._demands = dict(zip(self._heads, map(read_demand, demands), strict=True))
         self._polled_at = now

@@ -39,19 +39,9 @@ _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-def queries_key(head: str) -> str:
-    """The stream of query records of a head's pool."""
-    return f"coppice:{head}:queries"
-
-
-def samples_key(head: str) -> str:
-    """The stream of training samples of a head's pool."""
-    return f"coppice:{head}:samples"
-
-
-def demand_key(head: str) -> str:
-    """The key that says what is wanted of a head's pool: a Demand, absent for nothing."""
-    return f"coppice:{head}:demand"
+def redis_key(head: str, name: Literal["queries", "samples", "demand"]) -> str:
+    """Return the key of one of a head's streams, or of what is wanted of the head: a Demand, absent for nothing."""
+    return f"coppice:{head}:{name}"
 
 
 def read_demand(value: bytes | str | None) -> Demand:

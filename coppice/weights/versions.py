@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,24 +33,6 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return digest.digest()
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the digest of each tensor."""
-    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-
-
-def hash_of_digests(digests: Mapping[str, bytes]) -> bytes:
-    """Return the SHA-256 of all names in order, each followed by a zero byte and its tensor's digest."""
-    digest = hashlib.sha256()
-    for name in sorted(digests):
-        digest.update(name.encode() + b"\0" + digests[name])
-    return digest.digest()
-
-
-def weights_hash(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the 32 bytes that name a set of weights."""
-    return hash_of_digests(tensor_digests(tensors))
-
-
 @dataclass(frozen=True, eq=False)
 class Weights:
     """One version of a head's weights. Nobody writes into its tensors."""
@@ -58,18 +41,24 @@ class Weights:
     tensors: Mapping[str, Tensor]
     """float32 on the CPU, by public name"""
     digests: Mapping[str, bytes]
-    hash: bytes
+
+    @cached_property
+    def hash(self) -> bytes:
+        """The SHA-256 of all names in order, each followed by a zero byte and its tensor's digest."""
+        digest = hashlib.sha256()
+        for name in sorted(self.digests):
+            digest.update(name.encode() + b"\0" + self.digests[name])
+        return digest.digest()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], version: int = 0) -> Weights:
         """Make weights of all their tensors; those of a checkpoint are version 0."""
-        digests = tensor_digests(tensors)
-        return cls(version, dict(tensors), digests, hash_of_digests(digests))
+        return cls(version, {}, {}).changed(tensors, version)
 
     def changed(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         """Return these weights with some tensors replaced; the others are shared. Only the new ones are hashed."""
-        digests = {**self.digests, **tensor_digests(tensors)}
-        return Weights(version, {**self.tensors, **tensors}, digests, hash_of_digests(digests))
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        return Weights(version, {**self.tensors, **tensors}, {**self.digests, **digests})
 
     def differing(self, other: Weights) -> list[str]:
         """Return the names of the tensors whose values are not the other's."""

@@ -32,15 +32,11 @@ class Arm(StrEnum):
 
 
 UPDATES = (Arm.HEAD, Arm.FULL)
-TEXTS = 192
-"""texts that an update reads in all, as often as it takes"""
-PASSES = 4
-"""times at most that an update reads a text"""
 
 
 def passes_over(texts: int) -> int:
-    """Return how often an update reads so many texts."""
-    return max(1, min(PASSES, TEXTS // max(1, texts)))
+    """Return how often an update reads so many texts: 192 in all, and none more than four times."""
+    return max(1, min(4, 192 // max(1, texts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +66,19 @@ class Verdict:
 
 PRIOR_VALUES = {Arm.HEAD: 0.20, Arm.FULL: 0.25}
 """share of tokens/s that an update is first expected to gain for each rejected position a token"""
-_PRIOR_TEXT_S = {Arm.HEAD: 0.075, Arm.FULL: 0.15}  # seconds assumed of reading a text once, before any was read
-_PRIOR_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
-_PRIOR_DRAG = 0.15  # share of its speed that serving is expected to lose while an update trains
-_PRIOR_TEXTS = 8  # texts that the assumed distance weighs as many as
-_ALPHA = 0.25  # weight of a new reward in an arm's value
-_LEAST_VALUE = 0.125  # of an arm's first value: where a kind of text lasts, it is tried again
 PROVEN_SHARE = 15 / 16
 """of a kind's texts for a variant that pays: the rest goes on being measured against it"""
 YOUNG_SHARE = 0.5
 """of a kind's texts that a new variant drafts for: a comparison of equal sides ends soonest"""
-APART = 2.25
-"""ratio to a kind's mean squared distance from its centre beyond which a text is of another kind"""
-LEAST_GAIN = 0.03
-"""share by which an update must lengthen drafts on held-out texts to be put to use"""
-HORIZON = 1000
-"""queries to come that are expected at most: as many as there were of the kind"""
+_PRIOR_TEXT_S = {Arm.HEAD: 0.075, Arm.FULL: 0.15}  # seconds assumed of reading a text once, before any was read
+_PRIOR_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
+_PRIOR_DRAG = 0.15  # share of its speed that serving is expected to lose while an update trains
+_PRIOR_TEXTS = 8  # texts that the assumed distance weighs as many as
+_APART = 2.25  # ratio to a kind's mean squared distance from its centre beyond which a text is of another kind
+_ALPHA = 0.25  # weight of a new reward in an arm's value
+_LEAST_VALUE = 0.125  # of an arm's first value: where a kind of text lasts, it is tried again
+_LEAST_GAIN = 0.03  # share by which an update must lengthen drafts on held-out texts to be put to use
+_HORIZON = 1000  # queries to come that are expected at most: as many as there were of the kind
 _LATEST = 64  # measurements kept of either side
 _LEAST = 5  # of either side before anything is decided
 _LIMIT = 40  # queries with a variant after which its mean decides
@@ -96,41 +89,27 @@ _MARGIN = 3.0  # an update is to save so many times what it costs: neither is kn
 
 
 class KindState(BaseModel):
-    """All that is known of a kind."""
+    """All that is known of a kind of text."""
 
     centre: list[float]
-    spread: float = _PRIOR_SPREAD
-    """mean squared distance from the centre"""
+    spread: float = _PRIOR_SPREAD  # mean squared distance from the centre
     queries: int = 0
-    last: int = 0
-    """number of the latest query"""
-    query_s: float = 0.0
-    """mean seconds of a query"""
-    tau: float = 1.0
-    """mean accepted length with the deployed weights"""
-    signal: float = 0.0
-    """mean rejected positions a token (equation 8)"""
-    variant: int = 0
-    """what drafts for `share` of the texts; 0: the deployed weights"""
+    last: int = 0  # number of the latest query
+    query_s: float = 0.0  # mean seconds of a query
+    tau: float = 1.0  # mean accepted length with the deployed weights
+    signal: float = 0.0  # mean rejected positions a token (equation 8)
+    variant: int = 0  # what drafts for `share` of the texts; 0: the deployed weights
     share: float = 0.0
-    other: int = 0
-    """what drafts for the others"""
-    since: int = 0
-    """version of the weights that the measurements below begin with"""
-    with_variant: list[float] = []
-    """tokens/s of queries"""
+    other: int = 0  # what drafts for the others
+    since: int = 0  # version of the weights that the two measurements begin with
+    with_variant: list[float] = []  # tokens/s of queries
     with_other: list[float] = []
-    learnt: int = 0
-    """queries before the last update"""
+    learnt: int = 0  # queries before the last update
     updates: int = 0
-    failures: int = 0
-    """in a row that were no better"""
-    values: dict[Arm, float] = {}
-    """of arms that were tried: share of tokens/s that the next update is to gain for each unit of the signal"""
-    arm: Arm = Arm.SKIP
-    """of the last update"""
-    cost_s: float = 0.0
-    """seconds of serving that it cost"""
+    failures: int = 0  # in a row that were no better
+    values: dict[Arm, float] = {}  # as BanditState's, of arms that were tried: what the next update is to gain
+    arm: Arm = Arm.SKIP  # of the last update
+    cost_s: float = 0.0  # seconds of serving that it cost
 
     @property
     def young(self) -> bool:
@@ -158,16 +137,12 @@ class BanditState(BaseModel):
 
     kinds: list[KindState] = []
     queries: int = 0
-    step_s: float = 0.0
-    """mean time of a step while nothing is trained"""
-    drag: float = _PRIOR_DRAG
-    """share by which steps were longer while something was"""
+    step_s: float = 0.0  # mean time of a step while nothing is trained
+    drag: float = _PRIOR_DRAG  # share by which steps were longer while something was
     values: dict[Arm, float] = Field(default_factory=lambda: dict(PRIOR_VALUES))
     """share of tokens/s that an arm gains for each unit of the signal, training's cost taken off: a moving mean"""
-    updates: dict[Arm, int] = {}
-    """updates that were put to use"""
-    text_s: dict[Arm, float] = Field(default_factory=lambda: dict(_PRIOR_TEXT_S))
-    """seconds that an update takes to read a text once"""
+    updates: dict[Arm, int] = {}  # that were put to use
+    text_s: dict[Arm, float] = Field(default_factory=lambda: dict(_PRIOR_TEXT_S))  # of an update, to read a text once
 
 
 class Bandit:
@@ -209,10 +184,10 @@ class Bandit:
         distance = _distance(kind, sketch)
         kind.queries += 1
         kind.last = state.queries
-        weight = 1 / min(kind.queries, HORIZON)
+        weight = 1 / min(kind.queries, _HORIZON)
         centre = (1 - weight) * np.array(kind.centre) + weight * sketch
         kind.centre = (centre / max(1e-9, float(np.linalg.norm(centre)))).tolist()
-        kind.spread += (distance - kind.spread) / min(kind.queries + _PRIOR_TEXTS, HORIZON)
+        kind.spread += (distance - kind.spread) / min(kind.queries + _PRIOR_TEXTS, _HORIZON)
         kind.query_s += weight * (seconds - kind.query_s)
         recent = max(weight, 1 / _LATEST)
         # Every step ends at a rejected position, but for drafts that were accepted whole.
@@ -233,7 +208,7 @@ class Bandit:
     def _nearest(self, sketch: NDArray[np.float64]) -> int:
         """Return the kind of a sketch, 0: it is near none."""
         distances = {number: _distance(kind, sketch) for number, kind in enumerate(self.state.kinds, 1)}
-        near = [number for number in distances if distances[number] <= APART * self[number].spread]
+        near = [number for number in distances if distances[number] <= _APART * self[number].spread]
         return min(near, key=distances.__getitem__, default=0)
 
     def _new(self, sketch: NDArray[np.float64]) -> int:
@@ -292,7 +267,7 @@ class Bandit:
         """Revise an arm's value (SpecBlock, equation 10) by a gain in tokens/s, what training cost taken off."""
         if kind.arm is Arm.SKIP or not kind.signal:
             return
-        reward = gain - kind.cost_s / max(1e-9, kind.query_s * min(kind.queries, HORIZON))
+        reward = gain - kind.cost_s / max(1e-9, kind.query_s * min(kind.queries, _HORIZON))
         value = self.state.values[kind.arm]
         value += _ALPHA * (reward / kind.signal - value)
         self.state.values[kind.arm] = max(value, _LEAST_VALUE * PRIOR_VALUES[kind.arm])
@@ -323,7 +298,7 @@ class Bandit:
         """
         kind = self[number]
         gain = kind.values.get(arm, self.state.values[arm]) * kind.signal
-        return min(kind.queries, HORIZON) * kind.query_s * gain / (1 + gain)
+        return min(kind.queries, _HORIZON) * kind.query_s * gain / (1 + gain)
 
     def variants(self, group: int) -> tuple[int, int]:
         """Return the variant that an update begins with, and the one that it makes; 0 as the latter: there is none.
@@ -353,7 +328,7 @@ class Bandit:
         if result:
             state.text_s[arm] = result.seconds / max(1, result.texts * passes_over(result.texts))
             kind.arm, kind.cost_s = arm, result.seconds * state.drag
-        if gain < LEAST_GAIN:
+        if gain < _LEAST_GAIN:
             kind.failures += 1
             if result:
                 self._reward(kind, 0.0)
@@ -375,7 +350,7 @@ class Bandit:
         """Return what drafters choose by."""
         return Routes(
             [
-                Route(tuple(kind.centre), APART * kind.spread, kind.variant, kind.share, kind.other)
+                Route(tuple(kind.centre), _APART * kind.spread, kind.variant, kind.share, kind.other)
                 for kind in self.state.kinds
             ]
         )

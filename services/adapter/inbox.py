@@ -25,11 +25,9 @@ from coppice.signals.records import (
     SENDER,
     Fields,
     Stream,
-    demand_key,
-    queries_key,
     read_query,
     read_sample,
-    samples_key,
+    redis_key,
 )
 
 from .loop import HeadLoop
@@ -54,11 +52,10 @@ class Inbox:
     def __init__(self, url: str, readers: Sequence[HeadLoop], metrics: AdapterMetrics) -> None:
         self._readers, self._metrics = readers, metrics
         self._connection = Connection(url)
-        self._streams: dict[bytes, tuple[HeadLoop, Stream]] = {}  # samples first, so that a query finds its own
-        for reader in readers:
-            self._streams[samples_key(reader.name).encode()] = reader, "samples"
-        for reader in readers:
-            self._streams[queries_key(reader.name).encode()] = reader, "queries"
+        streams: tuple[Stream, ...] = ("samples", "queries")  # in this order, so that a query finds its samples
+        self._streams = {
+            redis_key(reader.name, stream).encode(): (reader, stream) for stream in streams for reader in readers
+        }
         self._looked_at = -math.inf
         self._refused: set[bytes] = set()  # keys, of streams and of demands
         self._malformed = Counter[bytes]()  # records, by key
@@ -89,7 +86,7 @@ class Inbox:
             return
         commands: dict[bytes, tuple[Any, ...]] = {key: ("EVAL", _END, 1, key) for key in self._streams}
         for reader in self._readers:
-            key = demand_key(reader.name).encode()
+            key = redis_key(reader.name, "demand").encode()
             demand = reader.demand
             commands[key] = ("SET", key, demand, "EX", _DEMAND_TTL_S) if demand else ("DEL", key)
         async with self._connection.exchange() as client:
@@ -99,23 +96,21 @@ class Inbox:
             answers: list[Any] = await pipe.execute(raise_on_error=False)
         self._looked_at = now
         for key, answer in zip(commands, answers, strict=True):
-            refused = isinstance(answer, RedisError)
-            if refused != (key in self._refused):
-                self._refused ^= {key}
-                event = "redis refuses a key" if refused else "redis takes a key"
-                log.warning(event, key=key.decode(), why=str(answer))
-            if key in self._streams and not refused:
+            if isinstance(answer, RedisError):
+                if key not in self._refused:
+                    log.warning("redis refuses a key", key=key.decode(), why=str(answer))
+                self._refused.add(key)
+                continue
+            self._refused.discard(key)
+            if key in self._streams:
                 (reader, stream), end = self._streams[key], answer.decode()
                 position = reader.state.positions.get(stream, end)
                 reader.state.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
 
     async def _read(self) -> None:
         """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
-        after: Any = {
-            key: reader.state.positions[stream]
-            for key, (reader, stream) in self._streams.items()
-            if key not in self._refused
-        }
+        readable = self._streams.keys() - self._refused
+        after: Any = {key: self._streams[key][0].state.positions[self._streams[key][1]] for key in readable}
         if not after:
             await asyncio.sleep(_BLOCK_MS / 1000)
             return

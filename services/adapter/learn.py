@@ -38,18 +38,13 @@ from coppice.training.losses import (
 
 from .decide import Arm, Trained, passes_over
 
-BETAS = (0.9, 0.95)
-RATES = {Arm.HEAD: 1e-2, Arm.FULL: 2e-3}
-BATCH = 4
-"""texts of each optimiser step"""
-CLIP = 0.5
-"""largest norm of a gradient"""
-STEPS = 7
-"""steps that an EAGLE-3 head learns from each row"""
-EVERY = 4
-"""later blocks start from every so many rows"""
-NOTHING = -1
-"""Stands behind the end of a text; no draft id"""
+_BETAS = (0.9, 0.95)
+_RATES = {Arm.HEAD: 1e-2, Arm.FULL: 2e-3}
+_BATCH = 4  # texts of each optimiser step
+_CLIP = 0.5  # largest norm of a gradient
+_STEPS = 7  # that an EAGLE-3 head learns from each row
+_EVERY = 4  # later blocks start from every so many rows
+_NOTHING = -1  # stands behind the end of a text; no draft id
 _LONGEST_S = 1.0  # between two rests; what is longer was no computing: the process was stopped
 _OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules that a head-only update changes
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
@@ -134,7 +129,7 @@ class Texts(Teacher):
         device, longest = draft_number.device, max(len(sample.tokens) for sample in samples)
         rows = [sample.feature_rows() for sample in samples]
         self.draft_number, self._size = draft_number, size
-        self.ids = torch.full((len(samples), longest), NOTHING, dtype=torch.int64, device=device)
+        self.ids = torch.full((len(samples), longest), _NOTHING, dtype=torch.int64, device=device)
         self.features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
         for number, sample in enumerate(samples):
             end = len(sample.tokens)
@@ -195,17 +190,15 @@ class Learner:
         embedding = loaded.embedding.to(device)
         self.student = Student(loaded.model.to(device), embedding)
         self._frozen = Student(copy.deepcopy(loaded.model).requires_grad_(False), embedding)
+        self.deployed: dict[str, Tensor] = public_weights(self._frozen.model, self.config)
+        """the float tensors of the head as deployed, by their public names: version 0"""
         self._trained = [(name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad]
         draft_ids = loaded.model.target_ids.to(device)
         self._draft_count = len(draft_ids)
-        self._draft_number = torch.full((loaded.config.vocab_size + 1,), NOTHING, dtype=torch.int64, device=device)
+        self._draft_number = torch.full((loaded.config.vocab_size + 1,), _NOTHING, dtype=torch.int64, device=device)
         self._draft_number[draft_ids] = torch.arange(len(draft_ids), device=device)
         self.stopped = threading.Event()
         """set by another thread: no more optimiser steps"""
-
-    def deployed(self) -> dict[str, Tensor]:
-        """Return the float tensors of the head as deployed, by their public names: version 0."""
-        return public_weights(self._frozen.model, self.config)
 
     def texts(self, samples: Sequence[Sample]) -> Texts:
         """Return samples as the losses read them."""
@@ -228,41 +221,40 @@ class Learner:
         pace = Pace(self._cpu_share)
         self._begin_with(begin)
         weights = self._weights_of(arm)
-        optimiser = torch.optim.AdamW(weights, lr=RATES[arm], betas=BETAS, weight_decay=0.0)
+        optimiser = torch.optim.AdamW(weights, lr=_RATES[arm], betas=_BETAS, weight_decay=0.0)
         order, fast = torch.Generator().manual_seed(len(texts)), not _BFLOAT16.isdisjoint(this_machine().features)
         before = self._length(held_out, pace)
         for _ in range(passes_over(len(texts))):
-            for numbers in torch.split(torch.randperm(len(texts), generator=order), BATCH):
+            for numbers in torch.split(torch.randperm(len(texts), generator=order), _BATCH):
                 if self.stopped.is_set():
                     raise Interrupted("an update was given up")
                 batch = self.texts([texts[number] for number in numbers])
                 with torch.autocast("cpu", torch.bfloat16, enabled=fast):
                     loss = self.loss_on(batch, penalty)(self.student, batch.positions)
                 loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
+                nn.utils.clip_grad_norm_(weights, _CLIP, foreach=True)
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
                 pace.rest()
-        tensors = self.changed()
+        tensors = self._changed()
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise FloatingPointError(f"an update of {len(texts)} texts is not finite")
         after = self._length(held_out, pace)
         return Trained(len(texts), before, after, pace.seconds), tensors
 
-    def changed(self) -> dict[str, Tensor]:
+    def _changed(self) -> dict[str, Tensor]:
         """Return copies, on the CPU, of all tensors that are not bit for bit the deployed ones."""
-        deployed = self.deployed()
         return {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in public_weights(self.student.model, self.config).items()
-            if not torch.equal(tensor.view(torch.int32), deployed[name].view(torch.int32))
+            if not torch.equal(tensor.view(torch.int32), self.deployed[name].view(torch.int32))
         }
 
     @torch.no_grad()
     def _begin_with(self, tensors: Mapping[str, Tensor]) -> None:
         """Go back to the deployed weights with these tensors in the place of their own."""
         own = public_weights(self.student.model, self.config)
-        for name, deployed in self.deployed().items():
+        for name, deployed in self.deployed.items():
             own[name].copy_(tensors.get(name, deployed))
 
     def _weights_of(self, arm: Arm) -> list[nn.Parameter]:
@@ -280,11 +272,11 @@ class Learner:
     def loss_on(self, texts: Texts, penalty: float = 0.0) -> HeadLoss:
         """Return the loss that training of the head's kind descends, on these texts."""
         if self.config.slots == 1:
-            loss = HeadLoss(texts, blocks=STEPS, decay=DECAY)
+            loss = HeadLoss(texts, blocks=_STEPS, decay=DECAY)
         elif self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
-            loss = HeadLoss(texts, **LOSSES[self.kind] | {"every": EVERY, "distance": soft_loss})
+            loss = HeadLoss(texts, **LOSSES[self.kind] | {"every": _EVERY, "distance": soft_loss})
         else:
-            loss = HeadLoss(texts, blocks=1, every=EVERY)
+            loss = HeadLoss(texts, blocks=1, every=_EVERY)
         return replace(loss, anchor=Anchor(self._frozen, penalty)) if penalty else loss
 
     def _length(self, samples: Sequence[Sample], pace: Pace) -> float:

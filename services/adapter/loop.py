@@ -76,12 +76,9 @@ class HeadLoop:
         self._remember(State())
 
     def _remember(self, state: State) -> None:
-        self.state, settings = state, self._settings
-        self._rule = (
-            Bandit(state.bandit)
-            if settings.policy == "bandit"
-            else Paper(settings.policy, settings.interval, state.paper)
-        )
+        self.state, policy = state, self._settings.policy
+        paper = Paper(policy, self._settings.interval, state.paper) if policy != "bandit" else None
+        self._rule = paper or Bandit(state.bandit)
 
     @property
     def demand(self) -> Demand:

@@ -25,8 +25,7 @@ ARMS: dict[str, tuple[Arm, ...]] = {
     "full-only": (Arm.FULL,),
     "always": (Arm.FULL,),
 }
-GROUPS = {Arm.SKIP: 0, Arm.HEAD: 1, Arm.FULL: 2}
-"""the buffer of each arm"""
+GROUPS = {Arm.SKIP: 0, Arm.HEAD: 1, Arm.FULL: 2}  # the buffer of each arm
 EPSILON = (0.30, 0.10)  # chance of a random arm at the first and the last event of the cold start, linear between
 ALPHA = 0.10  # weight of a new reward in a value
 COLD_EVENTS, WARMUP, BLOCKED, LEAST_S, WINDOWS = 8, 10, 2, 5.0, 3
@@ -83,10 +82,10 @@ class Paper:
         state = self.state
         blocked = state.blocked > 0 or state.queries <= min(WARMUP, self._interval)
         state.blocked = max(0, state.blocked - 1)
-        if self._always:
-            return Arm.FULL if s else Arm.SKIP
-        if blocked or not s:
+        if not s or (blocked and not self._always):
             return Arm.SKIP
+        if self._always:
+            return Arm.FULL
         first, last = EPSILON
         events = sum(state.updates.values())
         epsilon = first + (last - first) * events / (COLD_EVENTS - 1)
@@ -106,8 +105,7 @@ class Paper:
         if len(taus) == WINDOWS and taus[0] > taus[1] > taus[2]:
             if state.windows[0][1] != live:
                 return Verdict("revert", f"tau fell: {', '.join(f'{tau:.2f}' for tau in taus)}", state.windows[0][1])
-            self.follow(self.routes(), live)  # the traffic has changed: measurements alone are void
-            return None
+            self.follow(self.routes(), live)  # the traffic has changed: measurements are void, the weights are not
         return Verdict("good", version=live)
 
     def choose(self, group: int, texts: int) -> Arm:
@@ -121,7 +119,7 @@ class Paper:
             return Arm.SKIP
         if state.arm is Arm.SKIP:
             state.trigger_s = state.s
-        return Arm.HEAD if group == GROUPS[Arm.HEAD] else Arm.FULL
+        return list(Arm)[group]
 
     def variants(self, group: int) -> tuple[int, int]:
         """Train the one variant further."""

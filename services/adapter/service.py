@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import structlog
 import torch
+from grpc.aio import ServicerContext
 
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
@@ -25,7 +25,7 @@ from coppice.rpc.directory import drafter_pools
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.telemetry import serve_metrics
-from coppice.v1 import adapter_pb2
+from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.versions import Weights
 from coppice.wire.adapter import (
     read_head_name,
@@ -41,6 +41,8 @@ from .loop import HeadLoop, OnThread
 from .metrics import AdapterMetrics
 from .push import Replicas
 
+log = structlog.get_logger()
+
 
 class AdapterServicer:
     """Hands operators' requests to the loops, which stand by until the lease is theirs."""
@@ -48,48 +50,36 @@ class AdapterServicer:
     def __init__(self, loops: Sequence[HeadLoop]) -> None:
         self._loops = {loop.name: loop for loop in loops}
 
-    def _chosen(self, head: str) -> list[HeadLoop]:
-        """Return one loop by its name, or all. Raises NotFound."""
+    def _chosen(self, head: str, ready: bool = True) -> list[HeadLoop]:
+        """Return one loop by its name, or all; `ready`: they are to do something. Raises NotFound, Unavailable."""
         if head and head not in self._loops:
             raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._loops)}")
-        return [self._loops[head]] if head else list(self._loops.values())
-
-    def _active(self, head: str) -> list[HeadLoop]:
-        """Return one loop by its name, or all, if they may do something. Raises NotFound, Unavailable."""
-        chosen = self._chosen(head)
-        if not all(loop.ready for loop in chosen):
+        chosen = [self._loops[head]] if head else list(self._loops.values())
+        if ready and not all(loop.ready for loop in chosen):
             raise Unavailable("this adapter stands by: ask the active one")
         return chosen
 
-    async def GetStatus(
-        self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
-    ) -> adapter_pb2.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: ServicerContext) -> pb.GetStatusResponse:
         """Report what the loops did and know."""
         head, history = read_status_request(request)
-        return status_to_wire([loop.status(history) for loop in self._chosen(head)])
+        return status_to_wire([loop.status(history) for loop in self._chosen(head, ready=False)])
 
-    async def Pause(
-        self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
-    ) -> adapter_pb2.PauseResponse:
+    async def Pause(self, request: pb.PauseRequest, context: ServicerContext) -> pb.PauseResponse:
         """Stop training."""
-        for loop in self._active(read_head_name(request)):
+        for loop in self._chosen(read_head_name(request)):
             loop.pause(True)
-        return adapter_pb2.PauseResponse()
+        return pb.PauseResponse()
 
-    async def Resume(
-        self, request: adapter_pb2.ResumeRequest, context: grpc.aio.ServicerContext
-    ) -> adapter_pb2.ResumeResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: ServicerContext) -> pb.ResumeResponse:
         """Train again."""
-        for loop in self._active(read_head_name(request)):
+        for loop in self._chosen(read_head_name(request)):
             loop.pause(False)
-        return adapter_pb2.ResumeResponse()
+        return pb.ResumeResponse()
 
-    async def Rollback(
-        self, request: adapter_pb2.RollbackRequest, context: grpc.aio.ServicerContext
-    ) -> adapter_pb2.RollbackResponse:
+    async def Rollback(self, request: pb.RollbackRequest, context: ServicerContext) -> pb.RollbackResponse:
         """Put earlier weights back on every replica."""
         head, version = read_rollback_request(request)
-        chosen = self._active(head)
+        chosen = self._chosen(head)
         if len(chosen) != 1:
             raise InvalidField("head", f"say which: {', '.join(self._loops)}")
         return rollback_to_wire(version=await chosen[0].rollback(version))
@@ -138,10 +128,9 @@ class Lease:
 
     async def take(self) -> bool:
         """Take the lease; returns whether nobody else had it and Redis answered."""
-        try:
+        with contextlib.suppress(Unavailable):
             return await self._take("any")
-        except Unavailable:
-            return False
+        return False
 
     async def wait(self) -> None:
         """Stand by until nobody else has the lease, and take it."""
@@ -169,15 +158,11 @@ class Lease:
 
     async def _take(self, whose: str) -> bool:
         """Ask for the lease. It counts from the asking, which is before Redis counts from."""
-        asked = time.monotonic()
+        until = time.monotonic() + self._lease_s
         lease_ms = round(1000 * self._lease_s)
-        answer = await self._connection.run(_TAKE, LEASE_KEY, self._token, lease_ms, _KEPT_MS, whose)
-        taken = bool(answer == 1)
-        self._until = asked + self._lease_s if taken else 0.0
-        return taken
-
-
-log = structlog.get_logger()
+        taken = await self._connection.run(_TAKE, LEASE_KEY, self._token, lease_ms, _KEPT_MS, whose) == 1
+        self._until = until if taken else 0.0
+        return bool(taken)
 
 
 async def _loops(
@@ -195,7 +180,7 @@ async def _loops(
             raise InvalidField("adapter.drafters", f"none serves {name}")
         learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
         dialer = Dialer(settings.limits, settings.tls)
-        replicas = Replicas(name, drafters[name], Weights.of(learner.deployed()), dialer, metrics, active)
+        replicas = Replicas(name, drafters[name], Weights.of(learner.deployed), dialer, metrics, active)
         loops.append(HeadLoop(name, learner, replicas, adapter, home / name, on_thread, metrics, active))
     return loops
 
@@ -255,7 +240,7 @@ async def serve(settings: Settings) -> int:
         await decided.wait()
         serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
         port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-        service = adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"]
+        service = pb.DESCRIPTOR.services_by_name["AdapterService"]
         await serving.start(service, AdapterServicer(loops), port)
         code = await serving.until_stopped(failed)
         adapting.cancel()

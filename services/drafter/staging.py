@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
@@ -25,9 +25,7 @@ from coppice.weights.versions import Weights
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning
-_CHECKED = 1 << 18  # numbers looked at for not-finite ones at a time
 _NAME_CHARS = 80  # of a name that the sender made up, in what it is told
-_ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 class Staging:
@@ -117,40 +115,57 @@ def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
     entries, start = _entries(file)
     at = start
     tensors: dict[str, Tensor] = {}
-    for name, dtype, shape, (begin, end) in sorted(entries, key=lambda entry: entry[3]):
+    for name, entry in entries:
         field = f"tensors.{name[:_NAME_CHARS]}"
-        wanted = shape_of(name, parent.tensors)
-        if wanted is None:
+        shape = shape_of(name, parent.tensors)
+        if shape is None:
             raise InvalidField(field, "is no tensor of this head that may be replaced")
-        if dtype != "F32":
-            raise InvalidField(field, f"is of dtype {dtype[:_NAME_CHARS]}, expected F32")
-        if shape != list(wanted):
-            raise InvalidField(field, f"has shape {str(shape)[:_NAME_CHARS]}, expected {list(wanted)}")
-        count = math.prod(wanted)
+        if entry.dtype != "F32":
+            raise InvalidField(field, f"is of dtype {entry.dtype[:_NAME_CHARS]}, expected F32")
+        if entry.shape != list(shape):
+            raise InvalidField(field, f"has shape {str(entry.shape)[:_NAME_CHARS]}, expected {list(shape)}")
+        count, (begin, end) = math.prod(shape), entry.data_offsets
         if (start + begin, end - begin) != (at, 4 * count) or at + 4 * count > len(file):
             raise InvalidField(field, "its bytes are not where its shape and the tensors before it put them")
         values = np.frombuffer(file, "<f4", count, at)
         at += values.nbytes
-        _check_finite(field, values)
-        tensors[name] = torch.empty(wanted)
+        if not np.isfinite(values).all():
+            raise InvalidField(field, "is not finite")
+        tensors[name] = torch.empty(shape)
         np.copyto(tensors[name].numpy().reshape(-1), values)
     if at != len(file):
         raise InvalidField("file", f"{len(file) - at} bytes belong to no tensor")
     return tensors
 
 
-def _entries(file: bytearray) -> tuple[list[tuple[str, str, list[int], tuple[int, int]]], int]:
-    """Return name, dtype, shape and place of each tensor as the file announces them, and where the values begin."""
+class _Entry(BaseModel, strict=True, extra="forbid"):
+    """What a safetensors file says of one tensor."""
+
+    dtype: str
+    shape: list[NonNegativeInt]
+    data_offsets: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+
+
+def _entries(file: bytearray) -> tuple[list[tuple[str, _Entry]], int]:
+    """Return the tensors in the order of their values as the file announces them, and where the values begin."""
     size = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 2 <= size <= min(len(file) - 8, MAX_FILE_HEADER):
         raise InvalidField("file", "is no safetensors file: its header does not fit into it")
     try:
-        entries = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
+        announced = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError):
         raise InvalidField("file", "is no safetensors file: its header is no JSON object of distinct names") from None
-    if not isinstance(entries, dict):
+    if not isinstance(announced, dict):
         raise InvalidField("file", "is no safetensors file: its header is no JSON object")
-    return [_entry(name, entry) for name, entry in entries.items() if name != "__metadata__"], 8 + size
+    entries = []
+    for name, entry in announced.items():
+        try:
+            if name != "__metadata__":
+                entries.append((name, _Entry.model_validate(entry)))
+        except ValidationError:
+            why = "has no dtype, shape and data_offsets of a safetensors file"
+            raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", why) from None
+    return sorted(entries, key=lambda named: named[1].data_offsets), 8 + size
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,24 +173,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise ValueError("a name comes twice")
     return values
-
-
-def _entry(name: str, entry: Any) -> tuple[str, str, list[int], tuple[int, int]]:
-    if isinstance(entry, dict) and entry.keys() == _ENTRY:
-        dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if isinstance(dtype, str) and _are_counts(shape) and _are_counts(place) and len(place) == 2:
-            return name, dtype, shape, (place[0], place[1])
-    raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", "has no dtype, shape and data_offsets of a safetensors file")
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(number) is int and number >= 0 for number in values)
-
-
-def _check_finite(field: str, values: NDArray[np.float32]) -> None:
-    for at in range(0, len(values), _CHECKED):
-        if not np.isfinite(values[at : at + _CHECKED]).all():
-            raise InvalidField(field, "is not finite")
 
 
 def staging_for(head: Head, header: WeightsHeader) -> Staging:

@@ -16,7 +16,7 @@ import pytest
 from redis import Redis
 
 from coppice.client.client import Client
-from coppice.signals.records import Demand, Sample, demand_key
+from coppice.signals.records import Demand, Sample, redis_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
@@ -78,7 +78,7 @@ def demand(store: Redis, stack: Stack, client: Client, wanted: Demand) -> None:
     """Ask both heads for samples, and wait until they send them."""
     before, asked = {head: len(queries(store, head)) for head in KINDS}, Counter[str]()
     for head in KINDS:
-        store.set(demand_key(head), wanted)
+        store.set(redis_key(head, "demand"), wanted)
 
     def heard(head: str) -> bool:
         asked[head] += 1
@@ -181,7 +181,7 @@ def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_coun
                 redis.stop()
                 redis.start()
                 for head in KINDS:
-                    store.set(demand_key(head), "misses")
+                    store.set(redis_key(head, "demand"), "misses")
             else:
                 store.flushall()
     assert phase == 3

@@ -30,11 +30,9 @@ from coppice.rpc.channels import Dialer
 from coppice.signals.records import (
     QueryRecord,
     Sample,
-    demand_key,
-    queries_key,
     query_to_fields,
+    redis_key,
     sample_to_fields,
-    samples_key,
 )
 from coppice.stack.redis_server import LocalRedis
 from coppice.v1 import drafter_pb2
@@ -137,8 +135,8 @@ class Bench:
         """One query that ended, and a text of it before it."""
         session, store = f"q{next(numbers)}", self.store
         for _ in range(samples):
-            store.xadd(samples_key(HEAD), as_entry(sample_to_fields(self.text(session, learnable))))
-        store.xadd(queries_key(HEAD), as_entry(query_to_fields(record(session, version, **facts))))
+            store.xadd(redis_key(HEAD, "samples"), as_entry(sample_to_fields(self.text(session, learnable))))
+        store.xadd(redis_key(HEAD, "queries"), as_entry(query_to_fields(record(session, version, **facts))))
 
     def text(self, session: str, learnable: bool = True) -> Sample:
         """A text of a few tokens that follow each other, or of any tokens by chance."""
@@ -232,7 +230,7 @@ def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven_and_c
     late.stop()
     adapter = bench.adapter()
     assert {one.reachable for one in bench.until(adapter, lambda status: True).replicas} == {True, False}
-    assert eventually(lambda: bench.store.get(demand_key(HEAD)) == b"texts")
+    assert eventually(lambda: bench.store.get(redis_key(HEAD, "demand")) == b"texts")
     status = bench.until(adapter, lambda now: bool(now.changes), bench.ask)
     assert status.changes[0].what in ("head", "full")
     assert {point.action for point in status.history} == {"skip", status.changes[0].what}
@@ -277,7 +275,7 @@ def test_accepted_length_that_falls_over_three_windows_brings_the_good_weights_b
 ) -> None:
     bench.drafter()
     adapter = bench.adapter(*PAPER)
-    assert eventually(lambda: bench.store.get(demand_key(HEAD)) == b"misses")
+    assert eventually(lambda: bench.store.get(redis_key(HEAD, "demand")) == b"misses")
     status = bench.until(adapter, lambda now: now.version == 1, lambda now: bench.query(tau=4.0))
     assert status.weights_hash != first.hash
     taus = (3.0 - 0.01 * number for number in itertools.count())
@@ -341,7 +339,7 @@ def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> N
         bench.query(version=status.version)
     paused = bench.until(adapter, lambda now: now.queries == status.queries + 5)
     assert (paused.version, paused.events) == (status.version, status.events)
-    assert eventually(lambda: bench.store.get(demand_key(HEAD)) is None)
+    assert eventually(lambda: bench.store.get(redis_key(HEAD, "demand")) is None)
     done = command("rollback", "--version", "0")
     assert (done.returncode, done.stdout) == (0, f"version {status.version + 1} is in use\n")
     assert bench.live()[0].weights_hash == first.hash
@@ -370,7 +368,7 @@ def test_a_stranger_is_told_what_is_wrong(bench: Bench) -> None:
         with pytest.raises(InvalidField, match="history"):
             client.status(history=10**6)
     store = bench.store
-    for stream in (queries_key(HEAD), samples_key(HEAD)):
+    for stream in (redis_key(HEAD, "queries"), redis_key(HEAD, "samples")):
         store.xadd(stream, {"meta": "{}"})
         store.xadd(stream, {"meta": b"\xff", "by": b"x" * 10, "n": b"1"})
     counted = lambda: sum(metric(adapter, "coppice_adapter_records_malformed_total").values())  # noqa: E731
@@ -394,7 +392,7 @@ def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> No
     lost = lambda: metric(adapter, "coppice_adapter_records_lost_total").get('{stream="queries"}', 0.0)  # noqa: E731
     for number in (1, 10):
         fields = query_to_fields(record(f"n{number}", version)) | {b"by": b"sender", b"n": str(number).encode()}
-        bench.store.xadd(queries_key(HEAD), as_entry(fields))
+        bench.store.xadd(redis_key(HEAD, "queries"), as_entry(fields))
     assert eventually(lambda: lost() == 8)
     assert adapter.stop() == 0
 

@@ -24,7 +24,7 @@ from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.rpc.channels import Dialer
-from coppice.signals.records import demand_key
+from coppice.signals.records import redis_key
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric, scrape
@@ -363,7 +363,7 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
                 assert (head.seen[0].wants_misses, head.seen[0].rejections) == (False, [])
                 assert counts(off.service.metrics).produced == 0
             for name in named:
-                client.set(demand_key(name), "misses")
+                client.set(redis_key(name, "demand"), "misses")
             async with pipeline(start_service, verifier, 2000, "--adaptation.redis", redis.url, **named) as on:
                 await asyncio.sleep(0.5)  # it has heard what is wanted
                 assert await on.ids(IDS, "single:reader", SOME) == text

@@ -103,7 +103,7 @@ def test_the_penalty_holds_a_head_near_the_deployed_one(kind: str, learners: dic
     learner, moved = learners[kind], []
     for penalty in (0.0, 1.0, 30.0):
         _, tensors = learner.learn(Arm.HEAD, {}, circles(learner), [], penalty)
-        deployed = learner.deployed()
+        deployed = learner.deployed
         moved.append(sum(float((tensor - deployed[name]).norm()) for name, tensor in tensors.items()))
     assert moved[0] > moved[1] > moved[2] > 0
 

@@ -27,7 +27,7 @@ from coppice.heads.checkpoints import (
 )
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
-from coppice.weights.versions import Weights, pack_update, tensor_digest, weights_hash
+from coppice.weights.versions import Weights, pack_update, tensor_digest
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from services.drafter.staging import Staging, Swap, read_file, staging_for
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
@@ -80,12 +80,12 @@ def staged(push: Push, case: Case) -> Weights:
 
 def test_the_hash_is_the_documented_one_whatever_the_order_and_the_dtype(first: Weights) -> None:
     tensors = dict(first.tensors)
-    assert weights_hash(tensors) == first.hash == slow_hash(tensors)
-    assert weights_hash(dict(reversed(tensors.items()))) == first.hash
+    assert Weights.of(tensors).hash == first.hash == slow_hash(tensors)
+    assert Weights.of(dict(reversed(tensors.items()))).hash == first.hash
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert weights_hash(rounded) == slow_hash(rounded) != first.hash
+    assert Weights.of(rounded).hash == slow_hash(rounded) != first.hash
     turned = tensors | {"fc.weight": tensors["fc.weight"].T.contiguous().T}
-    assert weights_hash(turned) == first.hash
+    assert Weights.of(turned).hash == first.hash
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "bit", "sign of zero"])
@@ -100,12 +100,12 @@ def test_the_hash_tells_weights_apart(change: str) -> None:
         after["b"][0] = np.nextafter(np.float32(1), np.float32(2)).item()
     else:
         after["a"][0, 0] = -0.0
-    assert weights_hash(before) != weights_hash(after)
+    assert Weights.of(before).hash != Weights.of(after).hash
 
 
 def test_changed_weights_have_the_hash_of_all_their_tensors_and_share_the_others(first: Weights) -> None:
     after = altered(first, 5, ["norm.weight"])
-    assert (after.version, after.hash) == (1, weights_hash(after.tensors))
+    assert (after.version, after.hash) == (1, Weights.of(after.tensors).hash)
     assert after.differing(first) == first.differing(after) == ["norm.weight"]
     assert all(after.tensors[name] is first.tensors[name] for name in first.tensors if name != "norm.weight")
 
@@ -126,7 +126,7 @@ def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
     assert sent.keys() == {"big", "small"}
     assert all(torch.equal(sent[name], after.tensors[name]) for name in sent)
     made = staged(Push(header, parts), Case("head", first, first))
-    assert (made.version, made.hash, weights_hash(made.tensors)) == (9, after.hash, after.hash)
+    assert (made.version, made.hash, Weights.of(made.tensors).hash) == (9, after.hash, after.hash)
 
 
 def test_what_is_packed_is_float32_whatever_the_trainer_computes_in(first: Weights) -> None:
@@ -223,7 +223,7 @@ def test_a_long_name_is_cut_in_what_the_sender_is_told(case: Case) -> None:
 def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new_number(case: Case) -> None:
     retry = Push.of(case.head, case.first, case.live)
     assert Staging(retry.header, case.head, case.live, case.first).in_use
-    back = Weights(3, case.first.tensors, case.first.digests, case.first.hash)
+    back = case.first.changed({}, 3)
     assert staged(Push.of(case.head, case.live, back), case).hash == case.first.hash
     of_nothing = Push.of(case.head, case.first, back)  # relative to the checkpoint nothing is changed
     assert load(of_nothing.file) == {}
