@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.wire.common import FeatureRef, Features
 from tests.processes import Service
-from tests.services.test_verifier import continuation
+from tests.sessions import continuation
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB
 

@@ -26,7 +26,7 @@ from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
-from tests.services.test_verifier import hidden_states, values
+from tests.sessions import hidden_states, values
 
 LAYERS = (2, 3, 1)
 

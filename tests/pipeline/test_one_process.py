@@ -1,116 +1,271 @@
-"""Heads in the verifier's process: the text is the target's, and a drafter's verbs work at the verifier's address."""
+"""Heads in the verifiers' processes: texts are the target's, a drafter's verbs work at a verifier's address, and when
+heads fail, drain, are killed and learn, texts never notice.
+
+All of it with certificates, and with a registry in which replicas find each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-import grpc
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis import Redis
 
+from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
-from coppice.config.sections import DrafterSettings
-from coppice.errors import InvalidField, StaleFence
-from coppice.heads.registry import build_head
+from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES, Stack
+from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.telemetry import metric
+from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
+from coppice.wire.drafter import HeadDescription
+from coppice.wire.generation import Chunk
 from services.adapter.push import DrafterLink
-from tests.pushes import Push, altered
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import save_random
+from tests.certificates import Authority
+from tests.faults.campaign.adaptation import QUICK
+from tests.mortal_head import DIES, FAILS
+from tests.pipeline.test_extend import install
+from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.signals import eventually
 
-VOCAB, NEW = 32, 24
-PROMPTS = [(3, 1, 4, 1, 5), tuple(number * number % VOCAB for number in range(70))]
+__all__ = ["heads", "target"]  # fixtures
+
+NEW, LONG = 32, 100
+VERIFIERS = ("verifier-0", "verifier-1")
+HEADS = ("block", "mortal")
 SAMPLED = SamplingParams(temperature=1.0, seed=4)
-HEADS = {"block": "specblock", "eagle": "eagle3"}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, tokenizer=False)
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Its certificate for verifiers names drafters, too."""
+    return Authority(tmp_path_factory.mktemp("authority"), 'issue verifier ",DNS:drafter"\n')
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    sizes = {"vocab_size": VOCAB, "draft_vocab_size": 24}
-    return {name: save_random(tmp_path_factory.mktemp(name), kind, **sizes) for name, kind in HEADS.items()}
+def registry() -> Iterator[LocalRedis]:
+    redis = LocalRedis()
+    redis.start()
+    yield redis
+    redis.stop()
 
 
 @pytest.fixture(scope="module")
-def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two processes: one of the target and all heads, and an orchestrator."""
+def stack(
+    authority: Authority,
+    registry: LocalRedis,
+    target: Path,
+    heads: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stack]:
+    """Two verifiers with two heads each, an orchestrator and an adapter."""
+    packages = tmp_path_factory.mktemp("packages")
+    install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
+    at = {"directory.redis": registry.url, "adaptation.redis": registry.url}
+    found = {
+        "verifier": {},
+        "orchestrator": {
+            "orchestrator.verifiers": "redis",
+            "orchestrator.heads": ["block=redis", "mortal=redis"],
+            "orchestrator.draft_deadline_ms": 20_000,
+        },
+        "adapter": {**QUICK, "adapter.drafters": "block=redis"},
+    }
     spec = StackSpec(
         target=target,
-        heads=(*(HeadSpec(name, kind, heads[name]) for name, kind in HEADS.items()), HeadSpec("lookup", "lookup")),
+        heads=(HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")),
         one_process=True,
         dtype="float32",
         verifier_threads=1,
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
+        drafter_threads=1,
+        verifiers=2,
+        adapt=True,
+        extra={
+            **{role: {**at, **authority.flags(role), **more} for role, more in found.items()},
+            "drafter": {"drafter.verifiers": "redis"},
+        },
     )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
-        assert set(running.processes) == {"verifier", "orchestrator"}
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(packages)
+        patch.setenv("TEST_CONSTANTS", "coppice.rpc.directory.LEASE_S=20")
+        patch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
+        with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+            yield running
     assert not running.unclean
 
 
+@pytest.fixture(scope="module")
+def client(stack: Stack, authority: Authority) -> Iterator[Client]:
+    with Client(stack.address, dialer=authority.dialer()) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> Reference:
+    return Reference(target, "float32", threads=1)
+
+
+def fit(stack: Stack) -> list[int]:
+    """Replicas of each pool that the orchestrator would use."""
+    told = {
+        sample.labels["pool"]: int(sample.value)
+        for sample in scrape(stack.orchestrator.metrics)
+        if sample.name == "coppice_replicas_fit"
+    }
+    return [told[pool] for pool in ("verifier", *HEADS)]
+
+
 def drafted(stack: Stack) -> float:
-    """How many batches all heads have drafted."""
-    return metric(stack.services["verifier"].metrics, "coppice_drafter_forwards_total")
+    """How many batches the heads of all verifiers have drafted."""
+    running = [name for name in VERIFIERS if stack.processes[name].exit_code is None]
+    return sum(metric(stack.services[name].metrics, "coppice_drafter_forwards_total") for name in running)
 
 
-@pytest.mark.parametrize("policy", ["single:block", "single:eagle", "single:lookup", "merge"])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def test_texts_are_plain_decoding_s(stack: Stack, target: Path, policy: str, sampling: SamplingParams) -> None:
-    reference = Reference(target, "float32", threads=1)
-    with Client(stack.address) as client:
-        for prompt in PROMPTS:
-            told = {"max_new_tokens": NEW, "sampling": sampling, "ignore_eos": True}
-            plain = client.generate(prompt, policy="plain", **told)
-            before = drafted(stack)
-            answer = client.generate(prompt, policy=policy, budget=16, **told)
-            assert answer.ids == plain.ids
-            assert drafted(stack) > before
-            if sampling.temperature == 0:
-                assert answer.ids == reference.greedy(prompt, NEW).ids
+async def described(stack: Stack, authority: Authority, verifier: str, head: str) -> HeadDescription:
+    """What the adapter would hear of a head."""
+    tls = authority.tls("adapter")
+    async with DrafterLink(stack.services[verifier].address, Dialer(tls=tls, head=head)) as link:
+        return await link.describe()
 
 
-async def test_weights_are_replaced_while_it_serves(stack: Stack, target: Path, heads: dict[str, Path]) -> None:
-    address = stack.services["verifier"].address
-    settings = DrafterSettings(kind="specblock", path=str(heads["block"]), target=str(target))
-    first = build_head(settings).weights  # type: ignore[attr-defined]
-    push = Push.of("block", first, altered(first, 1))
-    async with DrafterLink(address, Dialer(head="block")) as link, DrafterLink(address, Dialer(head="eagle")) as other:
-        assert (await link.describe()).weights_hash == first.hash
-        synced = await link.push(push.header, push.parts)
-        assert (synced.version, (await link.describe()).weights_version) == (1, 1)
-        assert (await other.describe()).weights_version == 0
-        with pytest.raises(StaleFence, match="for the head block"):
-            await other.push(push.header, push.parts)
+async def is_dead(stack: Stack, authority: Authority, verifier: str) -> bool:
+    """Whether the code of a verifier's head called mortal has ended."""
+    try:
+        await described(stack, authority, verifier, "mortal")
+    except Unavailable as failure:
+        return "the head mortal has failed" in str(failure)
+    return False
 
 
-async def test_a_call_names_a_head_that_is_there(stack: Stack) -> None:
-    for dialer in (Dialer(), Dialer(head="elsewhere")):
-        async with DrafterLink(stack.services["verifier"].address, dialer) as link:
-            with pytest.raises(InvalidField, match="block, eagle, lookup"):
-                await link.describe()
+def texts_are_plains(client: Client, reference: Reference, policy: str, prompts: list[tuple[int, ...]]) -> None:
+    """Greedy ones the reference's, sampled ones plain decoding's."""
+    for prompt in prompts:
+        told = {"max_new_tokens": NEW, "ignore_eos": True}
+        assert client.generate(prompt, policy=policy, **told).ids == reference.greedy(prompt, NEW).ids
+        plain = client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids
+        assert client.generate(prompt, policy=policy, sampling=SAMPLED, **told).ids == plain
 
 
-def test_health_is_told_of_both_services(stack: Stack) -> None:
-    for port in (stack.services["verifier"].health, stack.services["verifier"].address):
-        with grpc.insecure_channel(port) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            for role in ("verifier", "drafter"):
-                answer = stub.Check(health_pb2.HealthCheckRequest(service=SERVICES[role]), timeout=5)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+def interrupted(client: Client, blow: Callable[[], object]) -> tuple[int, ...]:
+    """A drafted answer in whose middle something happens."""
+    ids: list[int] = []
+    for event in client.stream(PROMPTS[1], max_new_tokens=LONG, ignore_eos=True, policy="single:block"):
+        if isinstance(event, Chunk):
+            before = len(ids)
+            ids += event.ids
+            if before < 20 <= len(ids):
+                blow()
+    return tuple(ids)
 
 
-def test_every_session_ends_with_its_stream(stack: Stack) -> None:
-    page = stack.services["verifier"].metrics
+def sessions(stack: Stack, role: str, count: str) -> float:
+    """How many were opened or closed by all verifiers."""
+    pages = [stack.services[name].metrics for name in VERIFIERS]
+    return sum(metric(page, f"coppice_{role}_sessions_{count}_total") for page in pages)
+
+
+def all_closed(stack: Stack, role: str) -> bool:
+    return sessions(stack, role, "opened") == sessions(stack, role, "closed")
+
+
+def test_every_head_registers_beside_its_verifier_and_one_certificate_serves_both(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    assert {"verifier-0", "verifier-1"} < set(stack.processes)
+    assert not {"drafter-block", "drafter-mortal"} & set(stack.processes)
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    for policy in ("single:block", "single:mortal", "merge"):
+        before = drafted(stack)
+        texts_are_plains(client, reference, policy, PROMPTS[1:])
+        assert drafted(stack) > before
     for role in ("verifier", "drafter"):
-        opened = metric(page, f"coppice_{role}_sessions_opened_total")
-        assert opened == metric(page, f"coppice_{role}_sessions_closed_total") > 0
+        assert sessions(stack, role, "opened") > 0
+        assert eventually(partial(all_closed, stack, role), 10)
+
+
+async def test_a_call_names_a_head_that_is_there_and_health_is_told_of_both_services(
+    stack: Stack, authority: Authority
+) -> None:
+    for head in ("", "elsewhere"):
+        with pytest.raises(InvalidField, match="block, mortal"):
+            await described(stack, authority, VERIFIERS[0], head)
+    async with grpc.aio.insecure_channel(stack.services[VERIFIERS[0]].health) as channel:
+        for role in ("verifier", "drafter"):
+            asked = health_pb2.HealthCheckRequest(service=SERVICES[role])
+            answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=20)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
+    stack: Stack, client: Client, reference: Reference, authority: Authority
+) -> None:
+    def pushed() -> bool:
+        texts_are_plains(client, reference, "single:block", PROMPTS[1:])
+        (head,) = operator.status()
+        return head.events >= 2 and len(head.replicas) == 2 and all(replica.current for replica in head.replicas)
+
+    with AdapterClient(stack.services["adapter"].address, dialer=authority.dialer("operator")) as operator:
+        assert eventually(pushed, 60)
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
+    stack: Stack, registry: LocalRedis, client: Client, reference: Reference, name: str
+) -> None:
+    def listed() -> list[bool]:
+        keys = [registry_key("verifier", ""), *(registry_key("drafter", head) for head in HEADS)]
+        return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
+
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
+    with Redis.from_url(registry.url) as redis:
+        assert listed() == [True, True, True]
+        assert interrupted(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+        assert eventually(lambda: listed() == [False, False, False], 3), "it left; its leases would run for longer"
+    assert eventually(lambda: fit(stack) == [1, 1, 1], 10)
+    assert stack.restart(name), "it ended by itself, with exit code 0"
+
+
+def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    for name in VERIFIERS:  # one of them has the session
+        assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+        kill = partial(os.kill, stack.services[name].pid, signal.SIGKILL)
+        assert interrupted(client, kill) == reference.greedy(PROMPTS[1], LONG).ids
+        before = drafted(stack)
+        texts_are_plains(client, reference, "single:block", PROMPTS[1:])
+        assert drafted(stack) > before, "the other verifier's heads draft"
+        stack.restart(name)
+
+
+async def test_a_head_that_fails_fails_alone(
+    stack: Stack, client: Client, reference: Reference, authority: Authority
+) -> None:
+    """The last test: afterwards the heads called mortal are dead."""
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+    texts_are_plains(client, reference, "single:mortal", [(FAILS, 1, 2)])
+    for name in VERIFIERS:
+        assert (await described(stack, authority, name, "mortal")).name == "mortal"
+    for number in range(20):  # one of the two is asked, which is up to the orchestrator
+        texts_are_plains(client, reference, "single:mortal", [(DIES, 1, number)])
+        if all([await is_dead(stack, authority, name) for name in VERIFIERS]):
+            break
+    for name in VERIFIERS:
+        assert await is_dead(stack, authority, name)
+        assert (await described(stack, authority, name, "block")).name == "block"
+    before = drafted(stack)
+    for policy in ("single:block", "single:mortal", "merge"):
+        texts_are_plains(client, reference, policy, PROMPTS[1:])
+    assert drafted(stack) > before
+    assert fit(stack)[:2] == [2, 2]

@@ -27,7 +27,7 @@ from coppice.wire.verifier import NextRoot, OpenSession, Verdict, VerifyStep
 from services.verifier import worker
 from services.verifier.worker import Worker
 from tests.pretend import Counts, move, pretending
-from tests.services.test_verifier import junk_tree
+from tests.sessions import junk_tree
 from tests.tiny import make_target
 
 VOCAB, LAYERS, FEATURES = 1100, 4, (0, 2)

@@ -16,15 +16,14 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.ngram import grow
 from coppice.heads.text_models import Lookup
-from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.tree import DraftTree, extend, validate
+from coppice.speculation.tree import DraftTree, validate
 from coppice.telemetry import SessionMetrics
-from coppice.v1 import drafter_pb2, drafter_pb2_grpc
+from coppice.v1 import drafter_pb2
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import (
     Advance,
@@ -32,17 +31,15 @@ from coppice.wire.drafter import (
     DraftStep,
     HeadDescription,
     OpenDraft,
-    TreeDelta,
     draft_request_to_wire,
-    read_draft_response,
-    read_head,
 )
 from services.drafter.session import MAX_BACKLOG, Session
 from services.drafter.worker import Worker
 from tests.processes import Service
+from tests.sessions import TEXT as IDS
+from tests.sessions import DrafterClient, drafter_idle, drafting, status_of
 
 VOCAB = 50
-IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2]
 SERVICE = "coppice.v1.DrafterService"
 StartService = Callable[..., Service]
 
@@ -60,86 +57,6 @@ def lookup(start_service: StartService, target: str) -> Service:
     return start_service("services.drafter", "--drafter.kind", "lookup", "--drafter.target", target)
 
 
-@asynccontextmanager
-async def connected(service: Service) -> AsyncIterator[Any]:
-    async with Dialer().open(service.address) as channel:
-        yield drafter_pb2_grpc.DrafterServiceStub(channel)
-
-
-class Client:
-    """One drafting session, as the orchestrator holds it."""
-
-    def __init__(self, stub: Any, ids: Sequence[int] = IDS, **options: Any) -> None:
-        self.committed = list(ids)
-        self.step_number = 0
-        self.opening = OpenDraft("s", list(ids), options.pop("sampling", SamplingParams()), **options)
-        self.call = stub.Draft()
-
-    async def open(self) -> Client:
-        await self.call.write(draft_request_to_wire(self.opening))
-        assert await self.read() == DraftOpened(0)
-        return self
-
-    async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:
-        self.committed += commit
-        self.step_number += 1
-        fence = {
-            "step": self.step_number,
-            "committed_len": len(self.committed),
-            "committed_hash": committed_hash(self.committed),
-        }
-        advance = Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
-        step = DraftStep(Fence(**(fence | changes)), root, budget, advance)
-        await self.call.write(draft_request_to_wire(step))
-
-    async def read(self) -> TreeDelta | int:
-        try:
-            message = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        if message is grpc.aio.EOF:
-            raise EOFError(await self.call.code())
-        return read_draft_response(message)
-
-    async def tree(self) -> TreeDelta:
-        """Deltas up to the last, as one."""
-        nodes, q_rows = DraftTree.empty(), None
-        while True:
-            delta = await self.read()
-            assert isinstance(delta, TreeDelta)
-            nodes = extend(nodes, delta.nodes.tokens, delta.nodes.parents, delta.nodes.log_probs)
-            q_rows = delta.q_rows
-            if delta.last:
-                return TreeDelta(delta.fence, nodes, True, delta.forward_ns, delta.total_ns, q_rows)
-
-    async def draft(self, root: int, commit: Sequence[int] = (), budget: int = 16) -> TreeDelta:
-        await self.send(root, commit, budget)
-        return await self.tree()
-
-
-async def described(stub: Any) -> HeadDescription:
-    return read_head(await stub.DescribeHead(drafter_pb2.DescribeHeadRequest()))
-
-
-async def until_idle(stub: Any) -> HeadDescription:
-    """What the drafter says when all sessions are closed."""
-    for _ in range(500):
-        if not (head := await described(stub)).sessions:
-            break
-        await asyncio.sleep(0.01)
-    return head
-
-
-async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """How a call ends, its messages read and dropped."""
-    try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    except grpc.aio.AioRpcError:
-        pass
-    return await call.code(), await call.details()
-
-
 def own_tree(ids: list[int], root: int, budget: int, params: SamplingParams | None = None) -> DraftTree:
     """What the head drafts in this process."""
     model = Lookup()
@@ -149,8 +66,8 @@ def own_tree(ids: list[int], root: int, budget: int, params: SamplingParams | No
 
 async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(lookup: Service) -> None:
     params = SamplingParams(temperature=1.0, seed=11)
-    async with connected(lookup) as stub:
-        session = await Client(stub, sampling=params).open()
+    async with drafting(lookup) as stub:
+        session = await DrafterClient(stub, sampling=params).open()
         for root, commit in [(3, []), (9, [3]), (1, [9, 5]), (2, [1])]:
             delta = await session.draft(root, commit)
             assert delta.nodes == own_tree(session.committed, root, 16, params)
@@ -164,9 +81,9 @@ async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(looku
 
 
 async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expected(lookup: Service) -> None:
-    async with connected(lookup) as stub:
+    async with drafting(lookup) as stub:
         for changes in ({"committed_len": 99}, {"committed_hash": 7}):
-            session = await Client(stub).open()
+            session = await DrafterClient(stub).open()
             await session.send(3, [4], **changes)
             with pytest.raises(StaleFence, match=f"expected 13 tokens with hash {committed_hash([*IDS, 4]):016x}"):
                 await session.tree()
@@ -174,8 +91,8 @@ async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expecte
 
 
 async def test_a_flood_of_steps_is_answered_in_order_and_the_newest_always(lookup: Service) -> None:
-    async with connected(lookup) as stub:
-        session = await Client(stub).open()
+    async with drafting(lookup) as stub:
+        session = await DrafterClient(stub).open()
         for token in range(1, 21):
             await session.send(token + 1, [token])
         steps: list[int] = []
@@ -216,8 +133,8 @@ def bad_requests() -> dict[str, list[drafter_pb2.DraftRequest]]:
 
 @pytest.mark.parametrize("field", bad_requests())
 async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(lookup: Service, field: str) -> None:
-    async with connected(lookup) as stub:
-        other = await Client(stub).open()
+    async with drafting(lookup) as stub:
+        other = await DrafterClient(stub).open()
         call = stub.Draft()
         for message in bad_requests()[field]:
             await call.write(message)
@@ -231,23 +148,25 @@ async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service:
     flags = ["--drafter.kind", "bigram", "--drafter.name", "pairs", "--drafter.target", target]
     bounds = ["--limits.sessions", "2", "--limits.idle_s", "0.3"]
     with start_service("services.drafter", *flags, *bounds) as service:
-        async with connected(service) as stub:
-            session = await Client(stub, sampling=SamplingParams(temperature=1.0, seed=2), want_q_rows=True).open()
+        async with drafting(service) as stub:
+            session = await DrafterClient(
+                stub, sampling=SamplingParams(temperature=1.0, seed=2), want_q_rows=True
+            ).open()
             delta = await session.draft(3, budget=4)
             assert delta.q_rows is not None
             assert delta.q_rows.shape == (4, VOCAB)
             np.testing.assert_allclose(delta.q_rows.sum(1), 1, rtol=1e-5)
             assert delta.nodes.parents.tolist() == [0, 1, 2, 3]
 
-            other = await Client(stub).open()
+            other = await DrafterClient(stub).open()
             with pytest.raises(Overloaded, match="all 2 sessions"):
-                await Client(stub).open()
+                await DrafterClient(stub).open()
             assert len((await other.draft(1, [1] * 4)).nodes)
 
             with pytest.raises(Unavailable, match=r"0\.3 s"):  # the idle one ends by itself
                 await session.read()
-            assert (await until_idle(stub)).sessions == 0
-            await Client(stub).open()
+            assert (await drafter_idle(stub)).sessions == 0
+            await DrafterClient(stub).open()
         assert service.stop() == 0
         assert "Traceback" not in service.log
 

@@ -26,8 +26,7 @@ from tests.feeds import Feeder, feeding
 from tests.followed import IDS, WINDOW, fetched, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
 from tests.recorder import LAYERS, Recorder, drafter_of
-from tests.services import test_drafter, test_verifier
-from tests.services.test_drafter import status_of
+from tests.sessions import DrafterClient, VerifierClient, drafter_idle, drafting, status_of, verifying
 
 __all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
 FOLLOWED = "followed"
@@ -37,9 +36,7 @@ ROW_BYTES = 4 * 64 * len(LAYERS)
 class Talk:
     """A session of a verifier, one of a drafter that follows it, and what the drafter's head was asked."""
 
-    def __init__(
-        self, session: test_verifier.Client, client: test_drafter.Client, head: Recorder, address: str
-    ) -> None:
+    def __init__(self, session: VerifierClient, client: DrafterClient, head: Recorder, address: str) -> None:
         self.session, self.client, self.head, self.address = session, client, head, address
 
     async def verify(self, tokens: list[int]) -> int:
@@ -68,12 +65,12 @@ async def talking(verifier: Service, truth: list[int]) -> AsyncIterator[Talk]:
     head = Recorder(truth=truth)
     async with (
         drafter_of(head) as drafter,
-        test_verifier.connected(verifier) as there,
-        test_drafter.connected(drafter) as here,
+        verifying(verifier) as there,
+        drafting(drafter) as here,
     ):
-        session = test_verifier.Client(there, FOLLOWED, IDS, feature_layers=LAYERS)
+        session = VerifierClient(there, FOLLOWED, IDS, feature_layers=LAYERS)
         opened = await session.open()
-        client = await test_drafter.Client(here, IDS, features=opened.features).open()
+        client = await DrafterClient(here, IDS, features=opened.features).open()
         talk = Talk(session, client, head, verifier.address)
         await talk.ask(len(IDS))
         yield talk
@@ -130,10 +127,10 @@ class Holder(Feeder):
 
 
 @asynccontextmanager
-async def asked_once(feeder: Feeder, head: Recorder) -> AsyncIterator[test_drafter.Client]:
+async def asked_once(feeder: Feeder, head: Recorder) -> AsyncIterator[DrafterClient]:
     """A drafter that follows what a test feeds and was asked for a first tree."""
-    async with feeding(feeder) as ref, drafter_of(head) as drafter, test_drafter.connected(drafter) as here:
-        client = await test_drafter.Client(here, IDS, features=fetched(ref.verifier, "s")).open()
+    async with feeding(feeder) as ref, drafter_of(head) as drafter, drafting(drafter) as here:
+        client = await DrafterClient(here, IDS, features=fetched(ref.verifier, "s")).open()
         await client.send(5, [])
         await client.tree()
         yield client
@@ -228,14 +225,14 @@ async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_i
     head = Recorder()
     async with (
         drafter_of(head) as drafter,
-        test_verifier.connected(verifier) as there,
-        test_drafter.connected(drafter) as here,
+        verifying(verifier) as there,
+        drafting(drafter) as here,
     ):
-        session = test_verifier.Client(there, "hidden", IDS, feature_layers=LAYERS)
+        session = VerifierClient(there, "hidden", IDS, feature_layers=LAYERS)
         opened = await session.open()
         assert opened.features is not None
         assert opened.features.start == len(IDS) - WINDOW
-        client = await test_drafter.Client(here, IDS, features=opened.features).open()
+        client = await DrafterClient(here, IDS, features=opened.features).open()
         for length in (0, 3, 1, 2, 5, 4, 5):
             at = len(session.committed)
             await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
@@ -245,7 +242,7 @@ async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_i
         assert now == len(IDS) + 27
         head.seen[0].check(model, len(IDS) - WINDOW)
         again = fetched(verifier.address, "hidden", opened.features.start, now)
-        await test_drafter.Client(here, session.committed, features=again).open()
+        await DrafterClient(here, session.committed, features=again).open()
         head.seen[1].check(model, now - WINDOW)
 
 
@@ -253,9 +250,9 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
     verifier: Service,
 ) -> None:
     head = Recorder()
-    async with drafter_of(head) as drafter, test_drafter.connected(drafter) as stub:
-        async with test_verifier.connected(verifier) as there:
-            await test_verifier.Client(there, "bare", IDS).open()
+    async with drafter_of(head) as drafter, drafting(drafter) as stub:
+        async with verifying(verifier) as there:
+            await VerifierClient(there, "bare", IDS).open()
             for lost, why in [
                 (fetched(verifier.address, "nobody"), "no session nobody"),
                 (fetched(verifier.address, "bare"), "is not one of the session's layers ()"),
@@ -266,7 +263,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
                 code, details = await status_of(call)
                 assert code is grpc.StatusCode.UNAVAILABLE
                 assert why in details
-        assert (head.seen, (await test_drafter.until_idle(stub)).sessions) == ([], 0)
+        assert (head.seen, (await drafter_idle(stub)).sessions) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +282,7 @@ async def test_rows_of_other_positions_than_asked_for_are_unavailable(
     monkeypatch.setattr(following, "OPEN_S", 0.3 if hangs else 20.0)
     feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
     feeder.go.set()
-    async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, test_drafter.connected(drafter) as stub:
+    async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, drafting(drafter) as stub:
         call = stub.Draft()
         lost = fetched(ref.verifier, "s")
         await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
@@ -306,7 +303,7 @@ async def test_missing_or_other_positions_features_are_refused_by_field() -> Non
             "open.features.ref.layers: are (2, 1), this head reads those of (2, 3, 1)",
         ),
     ]
-    async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, test_drafter.connected(drafter) as stub:
+    async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, drafting(drafter) as stub:
         for features, why in openings:
             call = stub.Draft()
             await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))

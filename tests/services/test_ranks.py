@@ -21,7 +21,7 @@ from coppice.speculation.sampling import SamplingParams
 from services.verifier import ranks
 from services.verifier.ranks import check_devices
 from tests.processes import Service
-from tests.services.test_verifier import Client, connected, described, junk_tree
+from tests.sessions import VerifierClient, junk_tree, target_of, verifying
 from tests.tiny import make_target
 
 VOCAB = 300  # a row of all ids can be sent
@@ -57,8 +57,8 @@ def other_ranks(service: Service) -> list[psutil.Process]:
 
 async def text_of(service: Service, sampling: SamplingParams, ids: Sequence[int], count: int) -> list[int]:
     """A session without trees."""
-    async with connected(service) as stub:
-        client = Client(stub, "plain", ids, sampling=sampling, max_len=len(ids) + count + 1)
+    async with verifying(service) as stub:
+        client = VerifierClient(stub, "plain", ids, sampling=sampling, max_len=len(ids) + count + 1)
         await client.open()
         while len(client.committed) < len(ids) + count:
             await client.verify()
@@ -69,15 +69,15 @@ async def test_rows_and_features_equal_one_ranks(one: Service, two: Service) -> 
     rng = random.Random(1)
     hashes = []
     for service in (one, two):
-        async with connected(service) as stub:
-            hashes.append((await described(stub)).weights_hash)
+        async with verifying(service) as stub:
+            hashes.append((await target_of(stub)).weights_hash)
     assert hashes[0] == hashes[1]  # replicas of either kind serve one pool
     for length in (1, 21, 700):
         ids = [rng.randrange(VOCAB) for _ in range(length)]
         rows = []
         for service in (one, two):
-            async with connected(service) as stub:
-                opened = await Client(stub, "rows", ids, sampling=SAMPLED, want_prompt_log_probs=True).open()
+            async with verifying(service) as stub:
+                opened = await VerifierClient(stub, "rows", ids, sampling=SAMPLED, want_prompt_log_probs=True).open()
             assert opened.next.row is not None
             assert len(opened.next.row.ids) == VOCAB
             rows.append((opened.next.row.log_probs, np.array(opened.prompt_log_probs)))
@@ -92,7 +92,7 @@ async def test_sampled_sessions_with_trees_say_what_one_ranks_plain_ones_do(one:
 
     async def decode(stub: Any, number: int) -> tuple[list[int], int]:
         rng, prompt, good = random.Random(number), prompts[number], expected[number]
-        client = Client(stub, f"trees-{number}", prompt, sampling=SAMPLED, max_len=len(prompt) + 60)
+        client = VerifierClient(stub, f"trees-{number}", prompt, sampling=SAMPLED, max_len=len(prompt) + 60)
         await client.open()
         accepted = 0
         while (made := len(client.committed) - len(prompt)) < 36:
@@ -102,7 +102,7 @@ async def test_sampled_sessions_with_trees_say_what_one_ranks_plain_ones_do(one:
         return client.committed[len(prompt) :][:40], accepted
 
     for _ in range(2):
-        async with connected(two) as stub:
+        async with verifying(two) as stub:
             said = await asyncio.gather(*(decode(stub, number) for number in range(4)))
         assert [text for text, _ in said] == [good[: len(text)] for good, (text, _) in zip(expected, said, strict=True)]
         assert sum(accepted for _, accepted in said) > 20

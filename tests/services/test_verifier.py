@@ -6,8 +6,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,40 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
 from coppice.limits import CHUNK_BYTES
 from coppice.rpc.channels import Dialer
-from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
-from coppice.wire.common import FeatureRef, Features, Fence, committed_hash
+from coppice.wire.common import FeatureRef, Fence, committed_hash
 from coppice.wire.verifier import (
     Commit,
-    OpenSession,
-    SessionOpened,
-    TargetDescription,
-    Verdict,
-    VerifyStep,
     fetch_to_wire,
     read_fed,
-    read_target,
-    read_verify_response,
     verify_request_to_wire,
 )
 from tests.processes import Service
+from tests.sessions import (
+    IDS,
+    VOCAB,
+    VerifierClient,
+    continuation,
+    fetch,
+    hidden_states,
+    junk_tree,
+    last_row,
+    rows_to,
+    target_of,
+    until_idle,
+    values,
+    verifying,
+)
 from tests.tiny import make_target
 
-VOCAB, LAYERS, MAX_LEN = 1100, 6, 1024  # more ids than a row may hold
-IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
+LAYERS, MAX_LEN = 6, 1024
 SERVICE = "coppice.v1.VerifierService"
 StartService = Callable[..., Service]
 
@@ -88,154 +93,6 @@ def small(start_service: StartService, target: Path) -> Service:
     )
 
 
-@asynccontextmanager
-async def connected(service: Service) -> AsyncIterator[Any]:
-    async with Dialer().open(service.address) as channel:
-        yield verifier_pb2_grpc.VerifierServiceStub(channel)
-
-
-class Client:
-    """One session, as the orchestrator holds it."""
-
-    def __init__(self, stub: Any, session: str = "s", ids: Sequence[int] = IDS, **options: Any) -> None:
-        self.committed, self.step_number = list(ids), 0
-        self.sampling = options.pop("sampling", SamplingParams())
-        stop_ids = frozenset(options.pop("stop_ids", ()))
-        max_len = options.pop("max_len", len(ids) + 64)
-        self.opening = OpenSession(session, list(ids), self.sampling, stop_ids, max_len, **options)
-        self.call = stub.Verify()
-        self.root = -1
-
-    async def open(self) -> SessionOpened:
-        opened = await self.ask(verify_request_to_wire(self.opening))
-        assert isinstance(opened, SessionOpened)
-        assert opened.fence == self.fence(0)
-        self.root = self.draw(opened)
-        return opened
-
-    def fence(self, step: int) -> Fence:
-        return Fence(step, len(self.committed), committed_hash(self.committed))
-
-    def draw(self, said: SessionOpened | Verdict) -> int:
-        """The next root, drawn here unless the verifier drew it."""
-        assert said.next is not None
-        if said.next.row is None:
-            return said.next.drawn_id
-        return draw(said.next.row.ids, said.next.row.log_probs, self.sampling.seed, len(self.committed))
-
-    async def verify(self, tree: DraftTree | None = None, **changes: Any) -> Verdict:
-        """One step: commit the root and what is accepted, and draw the next root. The whole tree is verified."""
-        tree = DraftTree.empty() if tree is None else tree
-        step = VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
-        verdict = await self.ask(verify_request_to_wire(replace(step, **changes)))
-        assert isinstance(verdict, Verdict)
-        self.step_number += 1
-        self.committed += [self.root, *(int(tree.tokens[node - 1]) for node in verdict.accepted)]
-        assert verdict.fence == self.fence(self.step_number)
-        self.root = -1 if verdict.next is None else self.draw(verdict)
-        return verdict
-
-    async def ask(self, message: Any) -> SessionOpened | Verdict:
-        try:
-            await self.call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            raise await self.ending() from None
-        return await self.read()
-
-    async def read(self) -> SessionOpened | Verdict:
-        try:
-            answer = await self.call.read()
-        except grpc.aio.AioRpcError:
-            raise await self.ending() from None
-        if answer is grpc.aio.EOF:
-            raise await self.ending()
-        return read_verify_response(answer)
-
-    async def ending(self) -> CoppiceError:
-        code, details = await self.call.code(), await self.call.details()
-        return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
-
-
-async def described(stub: Any) -> TargetDescription:
-    return read_target(await stub.DescribeTarget(verifier_pb2.DescribeTargetRequest()))
-
-
-async def until_idle(stub: Any) -> TargetDescription:
-    """What the verifier says when all sessions are closed and their KV is free."""
-    for _ in range(1000):
-        now = await described(stub)
-        if not now.sessions and not now.kv_tokens_used:
-            break
-        await asyncio.sleep(0.01)
-    return now
-
-
-async def rows_to(call: Any, end: int) -> list[Features]:
-    """Feature rows of a stream up to a position."""
-    parts: list[Features] = []
-    while not parts or parts[-1].start + parts[-1].count < end:
-        item = read_fed(await call.read(), VOCAB)
-        assert isinstance(item, Features)
-        parts.append(item)
-    return parts
-
-
-async def fetch(stub: Any, ref: FeatureRef) -> list[Features]:
-    """Feature rows of a window; what the session commits is not waited for."""
-    try:
-        return await rows_to(stub.FetchFeatures(fetch_to_wire(ref)), ref.start + ref.count)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-
-
-def values(parts: Sequence[Features]) -> Tensor:
-    """(n, F) float32 rows of inline features."""
-    rows = b"".join(part.inline or b"" for part in parts)
-    return torch.frombuffer(bytearray(rows), dtype=torch.float32).view(sum(part.count for part in parts), -1)
-
-
-def hidden_states(model: Any, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """(n, F) of a plain forward."""
-    with torch.inference_mode():
-        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([hidden[layer][0] for layer in layers], dim=-1)
-
-
-def last_row(model: Any, ids: Sequence[int]) -> Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0, -1]
-
-
-def continuation(model: Any, ids: Sequence[int], count: int, sampling: SamplingParams | None = None) -> list[int]:
-    """What plain decoding says: `generate` when greedy, else one keyed draw for each position."""
-    if sampling is None:
-        out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=count, eos_token_id=None)
-        return out[0, len(ids) :].tolist()
-    text = list(ids)
-    for _ in range(count):
-        text.append(draw(*decode_row(last_row(model, text).numpy(), sampling), sampling.seed, len(text)))
-    return text[len(ids) :]
-
-
-def junk_tree(random: random.Random, good: Sequence[int], nodes: int, vocab_size: int = VOCAB) -> DraftTree:
-    """A random tree into which the true continuation may be woven; scores fall along paths."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores = [0.0]
-    spine = 0  # the node that spells the longest true prefix so far, and its depth
-    depth = 0
-    for node in range(1, nodes + 1):
-        if depth < len(good) and random.random() < 0.2:
-            parent, token = spine, good[depth]
-            spine, depth = node, depth + 1
-        else:
-            parent, token = random.randrange(max(0, node - 6), node), random.randrange(vocab_size)
-        tokens.append(token)
-        parents.append(parent)
-        scores.append(scores[parent] - random.random())
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores[1:], np.float32))
-
-
 SAMPLINGS = {
     "greedy": None,
     "full rows": SamplingParams(temperature=1.0, seed=3),  # wider than a row may be: the verifier draws
@@ -254,7 +111,7 @@ async def test_texts_of_packed_sessions_are_plain_decodings_whatever_trees_are_s
 
     async def decode(stub: Any, number: int) -> tuple[list[int], int]:
         rng, pruned, accepted = random.Random(number), 0, 0
-        client = Client(stub, f"pruned-{number}", texts[number], sampling=sampling or SamplingParams())
+        client = VerifierClient(stub, f"pruned-{number}", texts[number], sampling=sampling or SamplingParams())
         opened = await client.open()
         assert (opened.next.row is None) == (name == "full rows")
         while len(client.committed) < len(texts[number]) + 16:
@@ -271,7 +128,7 @@ async def test_texts_of_packed_sessions_are_plain_decodings_whatever_trees_are_s
         assert accepted > 0 or not whole_tree
         return client.committed[len(texts[number]) :], pruned
 
-    async with connected(verifier) as stub:
+    async with verifying(verifier) as stub:
         made = await asyncio.gather(*(decode(stub, number) for number in range(4)))
     assert [ids for ids, _ in made] == [text[: len(ids)] for (ids, _), text in zip(made, expected, strict=True)]
     assert (sum(pruned for _, pruned in made) == 0) == whole_tree
@@ -287,8 +144,8 @@ async def test_nodes_that_promise_nothing_are_not_verified_and_plain_steps_cost_
 ) -> None:
     service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
     good = continuation(model, IDS, 20)
-    async with connected(service) as stub:
-        client = Client(stub, "hopeless")
+    async with verifying(service) as stub:
+        client = VerifierClient(stub, "hopeless")
         await client.open()
         assert (await client.verify()).budget_hint is None  # nobody drafted yet
         for made in range(1, 4):
@@ -309,9 +166,9 @@ async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_los
     verifier: Service, small: Service, model: Any
 ) -> None:
     good = continuation(model, IDS, 9)
-    async with connected(verifier) as stub, connected(small) as plain_stub:
+    async with verifying(verifier) as stub, verifying(small) as plain_stub:
         await until_idle(plain_stub)
-        client, unpruned = Client(stub, "whole"), Client(plain_stub, "unpruned")
+        client, unpruned = VerifierClient(stub, "whole"), VerifierClient(plain_stub, "unpruned")
         await client.open()
         await unpruned.open()
         verdict = await client.verify(hopeless(good[1:3]))
@@ -327,13 +184,13 @@ async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_los
 async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: Service, model: Any) -> None:
     good = continuation(model, IDS, 8)
     chain = DraftTree.chain(good[1:], -np.arange(7.0))
-    async with connected(verifier) as stub:
-        stopping = Client(stub, "stop", stop_ids=[good[2]])
+    async with verifying(verifier) as stub:
+        stopping = VerifierClient(stub, "stop", stop_ids=[good[2]])
         await stopping.open()
         verdict = await stopping.verify(chain)
         first = good.index(good[2], 1)
         assert (len(verdict.accepted), verdict.next) == (first, None)
-        ending = Client(stub, "length", max_len=len(IDS) + 4)
+        ending = VerifierClient(stub, "length", max_len=len(IDS) + 4)
         await ending.open()
         verdict = await ending.verify(chain)
         assert (len(verdict.accepted), verdict.next) == (3, None)
@@ -341,8 +198,8 @@ async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: S
 
 async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> None:
     good = continuation(model, IDS, 4)
-    async with connected(verifier) as stub:
-        client = Client(stub, "logs", want_log_probs=True, top_log_probs=2)
+    async with verifying(verifier) as stub:
+        client = VerifierClient(stub, "logs", want_log_probs=True, top_log_probs=2)
         opened = await client.open()
         log_softmax = [last_row(model, [*IDS, *good[:made]]).log_softmax(-1) for made in range(4)]
         assert opened.next.row is not None
@@ -360,14 +217,14 @@ async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(veri
     ids = [rng.randrange(VOCAB) for _ in range(700)]  # more than the rows of one forward
     with torch.inference_mode():
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    async with connected(verifier) as stub:
-        opened = await Client(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
-        plain = await Client(stub, "plain", ids).open()
+    async with verifying(verifier) as stub:
+        opened = await VerifierClient(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
+        plain = await VerifierClient(stub, "plain", ids).open()
     expected = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     assert opened.prompt_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
     best = rows.topk(3)
-    for told, values, best_ids in zip((*opened.prompt_top, *opened.top), best.values, best.indices, strict=True):
-        assert told.log_probs == pytest.approx(values.numpy(), abs=1e-4)
+    for told, best_values, best_ids in zip((*opened.prompt_top, *opened.top), best.values, best.indices, strict=True):
+        assert told.log_probs == pytest.approx(best_values.numpy(), abs=1e-4)
         assert set(told.ids) == set(best_ids.tolist())
     assert (plain.top, plain.prompt_top, plain.prompt_log_probs) == ((), (), ())
 
@@ -378,35 +235,35 @@ async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(veri
 async def test_steps_out_of_order_are_refused(verifier: Service) -> None:
     """The KV has room for the longest text and a tree: a hundred steps behind the end would find none."""
     expected = f"expected step 1 on {len(IDS)} tokens with hash {committed_hash(IDS):016x}"
-    async with connected(verifier) as stub:
+    async with verifying(verifier) as stub:
         for changes in ({"step": 2}, {"step": 0}, {"committed_len": 20}, {"committed_hash": 7}):
-            stale = Client(stub)
+            stale = VerifierClient(stub)
             await stale.open()
             with pytest.raises(StaleFence, match=expected):
                 await stale.verify(fence=replace(stale.fence(1), **changes))
             assert await stale.call.code() is grpc.StatusCode.FAILED_PRECONDITION
-        ended = Client(stub, max_len=len(IDS) + 1)
+        ended = VerifierClient(stub, max_len=len(IDS) + 1)
         await ended.open()
         assert (await ended.verify()).next is None
         with pytest.raises(StaleFence, match=f"step 2 comes behind the end of the text at {len(IDS) + 1} tokens"):
             await ended.verify(root=1)
-        unopened = Client(stub)
+        unopened = VerifierClient(stub)
         with pytest.raises(InvalidField, match="kind: the first message of a session is open"):
             await unopened.verify(root=1)
-        twice = Client(stub)
+        twice = VerifierClient(stub)
         await twice.open()
         with pytest.raises(InvalidField, match="kind: the session is open already"):
             await twice.ask(verify_request_to_wire(twice.opening))
         with pytest.raises(InvalidField, match="kind: neither open nor step"):
-            await Client(stub).ask(verifier_pb2.VerifyRequest())
+            await VerifierClient(stub).ask(verifier_pb2.VerifyRequest())
 
 
 async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: Service, model: Any) -> None:
-    async with connected(verifier) as stub:
-        owner = Client(stub, "taken", feature_layers=(2,))
+    async with verifying(verifier) as stub:
+        owner = VerifierClient(stub, "taken", feature_layers=(2,))
         opened = await owner.open()
         with pytest.raises(InvalidField, match=r"open\.session: is already open"):
-            await Client(stub, "taken").open()
+            await VerifierClient(stub, "taken").open()
         await owner.verify()
         await owner.verify()
         assert owner.committed[len(IDS) :] == continuation(model, IDS, 2)
@@ -415,7 +272,7 @@ async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: S
         assert await fetch(stub, opened.features.ref)  # still the owner's
         await owner.call.done_writing()
         await until_idle(stub)
-        await Client(stub, "taken").open()
+        await VerifierClient(stub, "taken").open()
 
 
 # Features.
@@ -427,8 +284,8 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
     verifier: Service, model: Any
 ) -> None:
     prompt = random.Random(1).choices(range(VOCAB), k=700)
-    async with connected(verifier) as stub:
-        client = Client(stub, "long", prompt, feature_layers=COLUMNS)
+    async with verifying(verifier) as stub:
+        client = VerifierClient(stub, "long", prompt, feature_layers=COLUMNS)
         opened = await client.open()
         assert opened.features is not None
         assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700, COLUMNS)
@@ -446,8 +303,8 @@ async def test_those_who_follow_a_session_hear_what_each_step_commits_with_its_h
 ) -> None:
     good = continuation(model, IDS, 12)
     tree = junk_tree(random.Random(4), good[1:4], 20)
-    async with connected(verifier) as stub:
-        client, other = Client(stub, "followed", feature_layers=(2, 3, 3)), Client(stub, "bare")
+    async with verifying(verifier) as stub:
+        client, other = VerifierClient(stub, "followed", feature_layers=(2, 3, 3)), VerifierClient(stub, "bare")
         opened, bare = await client.open(), await other.open()
         assert opened.features is not None
         assert opened.features.ref is not None
@@ -496,18 +353,18 @@ BAD_TREES = {
 
 
 async def test_a_bad_opening_is_refused_by_field(verifier: Service) -> None:
-    async with connected(verifier) as stub:
+    async with verifying(verifier) as stub:
         for field, changes in BAD_OPENS.items():
             with pytest.raises(InvalidField, match=rf"^{field}"):
-                await Client(stub, **changes).open()
+                await VerifierClient(stub, **changes).open()
 
 
 async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
-    async with connected(verifier) as stub:
-        other = Client(stub, "other")
+    async with verifying(verifier) as stub:
+        other = VerifierClient(stub, "other")
         await other.open()
         for field, bad in BAD_TREES.items():
-            client = Client(stub, field)
+            client = VerifierClient(stub, field)
             await client.open()
             with pytest.raises(InvalidField, match=rf"^{field}: "):
                 await client.verify(bad)
@@ -516,7 +373,7 @@ async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier:
             ({"root": VOCAB}, r"^step\.root"),
             ({"tree": DraftTree.chain([1], [-1.0]), "q_rows": np.zeros((1, VOCAB), np.float32)}, r"^step\.q_rows"),
         ]:
-            client = Client(stub, "bad")
+            client = VerifierClient(stub, "bad")
             await client.open()
             with pytest.raises(InvalidField, match=why):
                 await client.verify(**changes)
@@ -528,15 +385,15 @@ async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier:
 
 
 async def test_a_session_that_finds_no_kv_waits_its_turn_and_is_refused_after_a_while(small: Service) -> None:
-    async with connected(small) as stub:
-        holders = [Client(stub, f"holder-{number}", max_len=128) for number in range(2)]
+    async with verifying(small) as stub:
+        holders = [VerifierClient(stub, f"holder-{number}", max_len=128) for number in range(2)]
         for holder in holders:
             await holder.open()
         began = time.monotonic()
         with pytest.raises(Overloaded, match=r"KV tokens became free within 0\.4 s"):
-            await Client(stub, "late").open()
+            await VerifierClient(stub, "late").open()
         assert time.monotonic() - began >= 0.4
-        waiting = asyncio.create_task(Client(stub, "patient").open())
+        waiting = asyncio.create_task(VerifierClient(stub, "patient").open())
         await asyncio.sleep(0.05)
         holders[0].call.cancel()
         await waiting
@@ -544,11 +401,11 @@ async def test_a_session_that_finds_no_kv_waits_its_turn_and_is_refused_after_a_
 
 
 async def test_a_request_larger_than_the_pool_is_refused_at_once_and_one_as_large_is_served(small: Service) -> None:
-    async with connected(small) as stub:
+    async with verifying(small) as stub:
         assert (await until_idle(stub)).max_len == 512
         with pytest.raises(InvalidField, match=r"open\.max_len: 513"):
-            await Client(stub, "larger", max_len=513).open()
-        client = Client(stub, "as-large", [5] * 510, max_len=512)
+            await VerifierClient(stub, "larger", max_len=513).open()
+        client = VerifierClient(stub, "as-large", [5] * 510, max_len=512)
         await client.open()
         verdict = await client.verify(DraftTree.chain([5] * 4, [-1.0] * 4))
         assert verdict.verified == (1,)  # there is room for the root and one node
@@ -558,9 +415,9 @@ async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes_and_the_verdict
     small: Service, model: Any
 ) -> None:
     good = continuation(model, IDS, 5)
-    async with connected(small) as stub:
+    async with verifying(small) as stub:
         await until_idle(stub)
-        client = Client(stub, "cut", max_len=len(IDS) + 6)
+        client = VerifierClient(stub, "cut", max_len=len(IDS) + 6)
         await client.open()
         junk, spine = 240, [241, 242, 243]
         tokens = [(good[1] + 1) % VOCAB] * junk + good[1:4]
@@ -575,12 +432,12 @@ async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes_and_the_verdict
 
 
 async def test_kv_is_free_again_however_a_session_ends(verifier: Service) -> None:
-    async with connected(verifier) as stub:
+    async with verifying(verifier) as stub:
         before = await until_idle(stub)
 
         async def live(number: int) -> None:
-            async with connected(verifier) as own:
-                client = Client(own, f"live-{number}")
+            async with verifying(verifier) as own:
+                client = VerifierClient(own, f"live-{number}")
                 if number % 5 == 4:  # leaves before the prefill is done
                     await client.call.write(verify_request_to_wire(client.opening))
                     client.call.cancel()
@@ -627,7 +484,7 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
         watch = stub.Watch(asked)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         async with Dialer().open(f"127.0.0.1:{port}") as called:  # it listens by then
-            told = await described(verifier_pb2_grpc.VerifierServiceStub(called))
+            told = await target_of(verifier_pb2_grpc.VerifierServiceStub(called))
             assert (told.name, told.vocab_size, told.max_len, told.layers) == (target.name, VOCAB, MAX_LEN, LAYERS)
             assert (told.hidden_size, told.eos_ids, told.dtype, told.kv_tokens) == (64, (0,), "float32", 65_536)
         alive = await stub.Check(health_pb2.HealthCheckRequest(service=""))
@@ -635,10 +492,10 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
         service = await starting
-        async with connected(service) as sessions, Dialer().open(service.address) as called:
+        async with verifying(service) as sessions, Dialer().open(service.address) as called:
             there = health_pb2_grpc.HealthStub(called).Watch(asked)
             assert (await there.read()).status == health_pb2.HealthCheckResponse.SERVING
-            clients = [Client(sessions, f"drained-{number}") for number in range(3)]
+            clients = [VerifierClient(sessions, f"drained-{number}") for number in range(3)]
             for client in clients:
                 await client.open()
             await clients[0].verify()

@@ -27,7 +27,7 @@ from services.adapter.push import DrafterLink
 from tests.feeds import fed
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of
-from tests.services import test_drafter
+from tests.sessions import DrafterClient, drafter_idle, drafting
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, paths, save_random
 from tests.unit.test_weights import KINDS, LAST, saved
@@ -94,7 +94,7 @@ async def state(replica: DrafterLink) -> tuple[int, bytes]:
     return head.weights_version, head.weights_hash
 
 
-class Client(test_drafter.Client):
+class Client(DrafterClient):
     """A session over a text with features."""
 
     def __init__(self, stub: Any, text: Text, length: int, features: Features) -> None:
@@ -117,7 +117,7 @@ class Client(test_drafter.Client):
 
 async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[int, ...], float]:
     """What a new session drafts."""
-    async with test_drafter.connected(drafter) as stub, fed(text.inline(0, 12)) as features:
+    async with drafting(drafter) as stub, fed(text.inline(0, 12)) as features:
         client = await Client(stub, text, 12, features).open()
         assert client.opened.weights_version == version
         delta = await client.next(0)
@@ -211,7 +211,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
 
 async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(drafter: Service, case: Case) -> None:
     good = case.good
-    async with at_version_2(drafter, case) as replica, test_drafter.connected(drafter) as stub:
+    async with at_version_2(drafter, case) as replica, drafting(drafter) as stub:
         call = stub.SyncWeights()
         await call.write(weights_to_wire(good.header))
         await call.write(weights_to_wire(good.parts[0]))
@@ -274,7 +274,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
     async with Dialer().open(drafter.address) as channel:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         *_, pauses = await asyncio.gather(*(drafting(stub, seed) for seed in range(sessions)), pushing())
-        idle = await test_drafter.until_idle(stub)
+        idle = await drafter_idle(stub)
     assert (idle.sessions, idle.sessions_opened, idle.sessions_closed) == (0, sessions, sessions)
     assert len(set(seen)) > pushes // 4
     assert statistics.median(pauses) / 1e9 < statistics.median(steps)
