@@ -57,12 +57,6 @@ def text_at(tree: DraftTree, node: int) -> Text:
     return tuple(int(tree.tokens[i - 1]) for i in reversed(ancestors(tree, node)) if i)
 
 
-def mask(tree: DraftTree) -> NDArray[np.bool_]:
-    """M[i, j] = 1[j in Anc(i)], entry by entry."""
-    size = len(tree) + 1
-    return np.array([[j in ancestors(tree, i) for j in range(size)] for i in range(size)])
-
-
 def paths(tree: DraftTree) -> list[list[int]]:
     """All root-to-leaf paths."""
     inner = set(tree.parents.tolist())

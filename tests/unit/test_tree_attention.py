@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import KVPool, KVShape
@@ -118,6 +119,25 @@ KERNEL_CASES = {
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(far_from_sdpa, interpreted, *KERNEL_CASES[case]).result() < 1e-5
+
+
+def rotated_alike(dtype: torch.dtype, dim: int) -> bool:
+    """Whether rotations have the stock formula's bits; their inputs are parts of one product, as joined layers answer."""
+    from coppice.engine import kernels
+
+    query, key, _ = torch.randn(1, 5, 8 * dim, dtype=dtype).split((4 * dim, 2 * dim, 2 * dim), -1)
+    query, key = (states.view(1, 5, -1, dim).transpose(1, 2) for states in (query, key))
+    cos, sin = torch.randn(2, 1, 5, dim, dtype=dtype)
+    ours, stock = kernels.rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin)
+    return all(map(torch.equal, ours, stock)) and all(states.transpose(1, 2).is_contiguous() for states in ours)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 8), (torch.float32, 96), (torch.float16, 96)])
+def test_the_kernel_rotates_as_transformers_does(
+    dtype: torch.dtype, dim: int, interpreter: ProcessPoolExecutor
+) -> None:
+    """In 16 bits by float16, since the interpreter cuts bfloat16 off."""
+    assert interpreter.submit(rotated_alike, dtype, dim).result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,20 +1,24 @@
-"""Histories of clients: each kind of violation is found, and what a recovery may look like breaks no rule."""
+"""The fault campaign's own parts: each violation is found, a bad result is refused, and a second run goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
 
 import pytest
 
+from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
-from lab.report import Report
+from coppice.stack.spec import HeadSpec, StackSpec
+from lab.report import Check, Report
 from tests.fake_service import echo_server
 from tests.faults.campaign.history import Event, History
 from tests.faults.campaign.ledger import Ledger
-from tests.faults.campaign.load import HistoryClient, Question, Stream, ask
+from tests.faults.campaign.load import HistoryClient, Load, Question, Stream, ask
 from tests.faults.campaign.report import FaultRow
+from tests.faults.campaign.run import choose, every
 
 PLAIN = (11, 12, 13, 14, 15)
 
@@ -94,7 +98,34 @@ async def test_a_campaign_fails_by_its_histories_alone() -> None:
     assert "finished after the end" in broken.note
 
 
-# --- progress, and going on ---
+async def test_a_load_ends_its_requests_and_compares_them() -> None:
+    answers = {Question("one", SamplingParams()): tuple(b"one"), Question("two", SamplingParams()): tuple(b"TWO")}
+    with echo_server() as (address, _):
+        async with Load(address, answers, sessions=3) as load:
+            while len(load.streams) < 12:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not load.running
+        made = FaultRow("none")
+        made.count(load.streams)
+    assert (made.failed, made.requests) == (0, len(load.streams))
+    assert made.wrong == 3 * sum(one.expected == tuple(b"TWO") for one in load.streams) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({}, []),
+        ({"failed": 1}, ["failed requests"]),
+        ({"wrong": 1}, ["wrong tokens"]),
+        ({"leaks": ["verifier holds a session"]}, ["left behind"]),
+        ({"recoveries": [0.1, 5.2]}, ["recovery p99, s"]),
+        ({"weak": ["3 of 16 sessions were being answered"]}, ["repetitions that prove nothing"]),
+        ({"checks": [Check("throughput", 0.5, "0.9", False)]}, ["throughput"]),
+    ],
+)
+def test_a_row_fails_by_each_of_its_promises(changes: dict[str, object], failed: list[str]) -> None:
+    row = FaultRow("verifier-kill", 3, 48, **{"tokens": 2000, "recoveries": [0.1, 0.4], **changes})  # type: ignore[arg-type]
+    assert [check.name.rpartition(": ")[2] for check in row.to_checks() if not check.ok] == failed
 
 
 def ledger(file: Path | None, lines: list[str], repeat: int = 3, sessions: int = 16) -> Ledger:
@@ -131,3 +162,19 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path) -> None
         (3, True, True),
         (2, True, True),
     ]
+
+
+def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    counting = StackSpec(target=tmp_path)
+    learning = StackSpec(target=tmp_path, heads=(HeadSpec("block", "specblock", tmp_path),))
+    chosen, left_out = choose([], counting)
+    assert {one.group for one in left_out} == {"adapter", "redis", "weights"}
+    assert [*chosen, *left_out] == every()
+    assert choose([], learning) == (every(), [])
+    names = [one.name for one in choose(["verifier-kill,redis"], learning)[0]]
+    assert names == ["verifier-kill", "redis-stop", "redis-cut", "redis-flush", "redis-slow"]
+    with pytest.raises(InvalidField, match="kinds: 'verifier-melt' is none of"):
+        choose(["verifier-melt"], counting)
+    with pytest.raises(InvalidField, match="kinds: redis-stop needs a head"):
+        choose(["redis"], counting)
