@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
@@ -25,51 +24,42 @@ import structlog
 LATEST = 5  # times away that count; one that was long, as when a head had to take in the text, leaves the median alone
 
 
-@dataclass(slots=True)
-class _Away:
-    """One session, seconds on one clock."""
-
-    answered: float = 0.0
-    took: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
-
-    @property
-    def due(self) -> float:
-        """When it should be back; at once when it never was."""
-        return self.answered + (median_low(self.took) if self.took else 0.0)
-
-
 class Rejoin:
     """Learns for each session how long it stays away between an answer and its next step."""
 
     def __init__(self) -> None:
-        self._sessions: dict[Hashable, _Away] = {}
+        self._answered: dict[Hashable, float] = {}  # when a session's last answer went out, on one clock
+        self._away: dict[Hashable, deque[float]] = {}  # the latest times between an answer and the next step
         self.expected: frozenset[Hashable] = frozenset()
         """those of the last batch that are still open"""
 
     def answered(self, keys: Iterable[Hashable], now: float) -> None:
         """These were the last batch, whose answers go out now."""
         self.expected = frozenset(keys)
-        for key in self.expected:
-            self._sessions.setdefault(key, _Away()).answered = now
+        self._answered |= dict.fromkeys(self.expected, now)
 
     def came(self, key: Hashable, now: float) -> None:
         """A session's next step is here."""
-        away = self._sessions.get(key)
-        if away is not None:
-            away.took.append(now - away.answered)
+        if key in self._answered:
+            self._away.setdefault(key, deque(maxlen=LATEST)).append(now - self._answered[key])
 
     def closed(self, key: Hashable) -> None:
         """A session ended."""
-        self._sessions.pop(key, None)
+        self._answered.pop(key, None)
+        self._away.pop(key, None)
         self.expected -= {key}
 
     def missing(self, here: Collection[Hashable], until: float) -> bool:
         """Whether some session of the last batch, none of those `here`, should be back by `until`.
 
-        That is worth waiting for where `until` is a batch's time away: who misses a batch waits as long for the next
-        one. Half of all times somebody is later than usual, so the wait is to its end, not to when they are due.
+        One that was never away is expected at once, the others after the median of their times away. To wait is worth
+        it where `until` is a batch's time away: who misses a batch waits as long for the next one. Half of all times
+        somebody is later than usual, so the wait is to its end, not to when they are due.
         """
-        return any(self._sessions[key].due <= until for key in self.expected if key not in here)
+        return any(self._due(key) <= until for key in self.expected if key not in here)
+
+    def _due(self, key: Hashable) -> float:
+        return self._answered[key] + (median_low(self._away[key]) if key in self._away else 0.0)
 
 
 log = structlog.get_logger()
@@ -87,8 +77,8 @@ class BatchingThread(ABC):
         """
         self.failed = asyncio.Event()
         """the thread ended by an error, or a guest's work did; the model is of no more use"""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._name = name
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._longest_wait_s = longest_wait_s
         self._rejoin = Rejoin()
         self._batch_s = 0.0  # moving average
@@ -101,36 +91,26 @@ class BatchingThread(ABC):
         """Start the thread and wait until it has loaded. Raises what `load` raises."""
         self.loop = asyncio.get_running_loop()
         loaded: asyncio.Future[None] = self.loop.create_future()
-        self._loaded = loaded
         if self._host is None:
+            self._thread = threading.Thread(target=self._run, args=(loaded,), name=self._name, daemon=True)
             self._thread.start()
         else:
-            self._host.admit(self)
+            host = self._host
+            host.post(lambda: host._guests.append(self) if self._load(loaded) else None)
         await loaded
 
     async def stop(self) -> None:
         """End the thread after what it is doing. A guest ends with its host."""
         if self._host is None:
-            self._inbox.put(None)
+            self._inbox.put(lambda: setattr(self, "_running", False))
             await asyncio.to_thread(self._thread.join, _JOIN_S)
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have something done on the thread, behind what was posted before."""
+        """Have something done on the thread, behind what was posted before; a dead guest's work is not done."""
         if self._host is None:
             self._inbox.put(work)
         else:
-            self._host.post(lambda: self._do_as_guest(work))
-
-    def admit(self, guest: BatchingThread) -> None:
-        """Load a guest and serve it from then on."""
-
-        def load() -> None:
-            with guest._own_threads():
-                loaded = guest._begin()
-            if loaded:
-                self._guests.append(guest)
-
-        self.post(load)
+            self._host.post(lambda: self._do(work) if self._running else None)
 
     # --- the thread ---
 
@@ -155,46 +135,47 @@ class BatchingThread(ABC):
         self._batch_s = 0.9 * (self._batch_s or seconds) + 0.1 * seconds
         self._rejoin.answered(sessions, now)
 
-    def _run(self) -> None:
-        if not self._begin():
-            return
+    def _run(self, loaded: asyncio.Future[None]) -> None:
+        if self._load(loaded):
+            self._do(self._serve_all)
+
+    def _load(self, loaded: asyncio.Future[None]) -> bool:
+        """Load, and tell `start` how that ended; whether it did well."""
+        error: BaseException | None = None
         try:
-            while self._running:
-                self._collect()
-                self.serve()
-                self._serve_guests()
+            with self._own_threads():
+                self.load()
+        except BaseException as raised:
+            error, self._running = raised, False
+        self.loop.call_soon_threadsafe(settle, loaded, error)
+        return self._running
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do work. An error of it ends this one, and no other of the thread."""
+        try:
+            with self._own_threads():
+                work()
         except BaseException:
             self.die()
 
-    def _begin(self) -> bool:
-        """Load, and tell `start` how that ended; whether it did well."""
-        try:
-            self.load()
-        except BaseException as error:
-            self._running = False
-            self.loop.call_soon_threadsafe(settle, self._loaded, error)
-        else:
-            self.loop.call_soon_threadsafe(settle, self._loaded, None)
-        return self._running
-
     def die(self) -> None:
-        """End by the exception in hand. A guest's host goes on."""
+        """End by the exception in hand."""
         log.exception("the thread of the model died")
         self._running = False
         self.loop.call_soon_threadsafe(self.failed.set)
 
-    def _do_as_guest(self, work: Callable[[], None]) -> None:
-        """Do work on the host's thread, whose own models no error of it ends."""
-        if self._running:
-            try:
-                with self._own_threads():
-                    work()
-            except BaseException:
-                self.die()
+    def _serve_all(self) -> None:
+        while self._running:
+            self._collect()
+            self.serve()
+            self._serve_guests()
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
         """torch computes with a guest's threads inside, and with its host's again behind."""
+        if self._host is None:
+            yield
+            return
         import torch  # settings are checked before it is loaded
 
         host = torch.get_num_threads()
@@ -210,7 +191,7 @@ class BatchingThread(ABC):
         """Serve a batch of each guest that has one; whether any had."""
         waiting = [guest for guest in self._guests if guest._running and not guest.idle()]
         for guest in waiting:
-            guest._do_as_guest(guest.serve)
+            guest._do(guest.serve)
         return bool(waiting)
 
     def _collect(self) -> None:
@@ -219,27 +200,23 @@ class BatchingThread(ABC):
         Guests are served meanwhile, and after a batch that need not wait.
         """
         if self.idle() and not self._serve_guests():
-            self._take(self._inbox.get())
+            self._inbox.get()()
         latest = time.perf_counter() + min(self._longest_wait_s, self._batch_s)
+        left: float = 0
         while self._running:
-            try:
-                self._take(self._inbox.get_nowait())
-            except queue.Empty:
-                here, left, idle = self.waiting(), latest - time.perf_counter(), self.idle()
-                if not idle and (left <= 0 or not here or not self._rejoin.missing(here, latest)):
-                    return
-                if self._serve_guests():
-                    continue
-                if idle:
-                    return
-                with suppress(queue.Empty):
-                    self._take(self._inbox.get(timeout=left))
-
-    def _take(self, work: Callable[[], None] | None) -> None:
-        if work is None:
-            self._running = False
-        else:
-            work()
+            with suppress(queue.Empty):
+                work = self._inbox.get(timeout=left) if left > 0 else self._inbox.get_nowait()
+                work()
+                left = 0
+                continue
+            idle, left = self.idle(), latest - time.perf_counter()
+            here = self.waiting()
+            if not idle and (left <= 0 or not here or not self._rejoin.missing(here, latest)):
+                return
+            if self._serve_guests():
+                left = 0
+            elif idle:
+                return
 
 
 def settle(future: asyncio.Future[Any], outcome: Any) -> None:

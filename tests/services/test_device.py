@@ -75,7 +75,7 @@ class Verifier:
         tasks = [asyncio.ensure_future(one) for one in asked]
         await asyncio.sleep(0)
         while not self.worker._inbox.empty():
-            self.worker._take(self.worker._inbox.get())
+            self.worker._inbox.get()()
         while not self.worker.idle():
             self.worker.serve()
         self.worker.serve()

@@ -122,7 +122,7 @@ def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPo
 
 
 def rotated_alike(dtype: torch.dtype, dim: int) -> bool:
-    """Whether rotations have the stock formula's bits; their inputs are parts of one product, as joined layers answer."""
+    """Whether rotations of parts of one product, as joined layers answer, have the stock formula's bits."""
     from coppice.engine import kernels
 
     query, key, _ = torch.randn(1, 5, 8 * dim, dtype=dtype).split((4 * dim, 2 * dim, 2 * dim), -1)
@@ -133,9 +133,7 @@ def rotated_alike(dtype: torch.dtype, dim: int) -> bool:
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 8), (torch.float32, 96), (torch.float16, 96)])
-def test_the_kernel_rotates_as_transformers_does(
-    dtype: torch.dtype, dim: int, interpreter: ProcessPoolExecutor
-) -> None:
+def test_the_kernel_rotates_as_models_do(dtype: torch.dtype, dim: int, interpreter: ProcessPoolExecutor) -> None:
     """In 16 bits by float16, since the interpreter cuts bfloat16 off."""
     assert interpreter.submit(rotated_alike, dtype, dim).result()
 
