@@ -98,21 +98,7 @@ class InternalError(CoppiceError):
     """Something unexpected happened in a server; its log has the details under the id in the message."""
 
 
-_BY_STATUS: dict[str, type[CoppiceError]] = {
-    error.status.name: error
-    for error in (
-        StaleFence,
-        NotFound,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-        Unauthenticated,
-        PermissionDenied,
-    )
-}
-
-
+_BY_STATUS = {error.status.name: error for error in CoppiceError.__subclasses__()}
 RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
 CALL_ENDED = "Internal error from Core"

@@ -121,8 +121,8 @@ class Answer:
             if self._only_prompt:
                 text, tokens, reason = "", [], "length"
             text, log_probs = choice.echo + text, self._log_probs([*choice.prompt, *tokens])
-            said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": log_probs, "finish_reason": reason})
+            content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": reason})
         head = {"object": "chat.completion" if self._is_chat else "text_completion", **self._head, "choices": choices}
         return {**head, "usage": self._usage(answers), **self._coppice(answers)}
 
@@ -153,8 +153,8 @@ class Answer:
 
     def _delta(self, index: int, content: Json | str) -> Json:
         """A part of a choice; of completions the content is text."""
-        said = {"delta" if self._is_chat else "text": content}
-        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+        named = {"delta" if self._is_chat else "text": content}
+        return {"index": index, **named, "logprobs": None, "finish_reason": None}
 
     def _log_probs(self, tokens: Sequence[Scored]) -> Json | None:
         """The log-probabilities of tokens, when they were asked for."""

@@ -39,8 +39,8 @@ HEADERS = {
 
 def is_served(settings: Settings) -> bool:
     """Whether `orchestrator.page` asks for the page where this process listens."""
-    wanted = settings.orchestrator.page
-    return wanted == "always" or (wanted == "loopback" and is_loopback(settings.server.host))
+    where = settings.orchestrator.page
+    return where == "always" or (where == "loopback" and is_loopback(settings.server.host))
 
 
 def add_page(app: FastAPI, service: GenerationServicer, answering: Answering) -> None:

@@ -182,8 +182,8 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
         if len(self.connections) > self.most:
-            waiting: list[Any] = [one for one in self.connections if getattr(one, "timeout_keep_alive_task", None)]
-            min(waiting, key=lambda one: one.timeout_keep_alive_task.when()).transport.abort()
+            waiting: list[Any] = [each for each in self.connections if getattr(each, "timeout_keep_alive_task", None)]
+            min(waiting, key=lambda each: each.timeout_keep_alive_task.when()).transport.abort()
 
     def _unset_keepalive_if_required(self) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.DONE):  # part of a head, or what is left of a body, is no request
