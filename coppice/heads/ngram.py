@@ -1,5 +1,27 @@
-"""The heads without weights: a tree grown best first from what a session's own text says of the next token, and with a
-memory what its client's earlier texts say.
+"""The heads without weights: a tree grown best first from what a session's own text says of the next token.
+
+**Look-up.** What followed the text's latest tokens when they stood there before. The occurrences of the longest
+suffixes (Saxena, Prompt lookup decoding, 2023; here several, as branches of one tree) vote on what comes next. Their
+votes are blended from short matches to long ones, as in PPM (Cleary and Witten, Data compression using adaptive coding
+and partial string matching, 1984): of the occurrences that match at least n tokens, c_n(x) of C_n are followed by x,
+with T_n distinct followers, and
+
+    P_n(x) = (c_n(x) + (T_n + 1) P_below(x)) / (C_n + T_n + 1),
+
+P_below of the next shorter order, 0 below the shortest. This is Witten-Bell interpolation, as of the bigram, with one
+more escape. A single occurrence of 1, 2, 4, 8 tokens then gives 0.33, 0.56, 0.70, 0.80; in stories, sums and Python
+code the same token followed in about 0.3, 0.5, 0.7, 0.85 of the cases, where Witten-Bell says 0.50 to 0.94. A memory of
+its client's earlier texts votes with the session's own, as if they stood before it.
+
+**Prediction.** Look-up in what a client predicts of the answer, beside look-up in the session's own text. The text is
+followed through the prediction token by token. While it goes as predicted, the next token is the next one of the
+prediction. Where it left it, the client or the target has edited, and there are three guesses: the text goes on behind
+the longest match of its end (of equally long ones behind the next one in the prediction, since edits keep the order),
+the tokens since then replaced as many, or they were inserted. The first guess that comes true is followed. How often
+each kind of guess comes true is counted in the session itself, and that is its probability: a prediction that fits
+makes long chains, a useless one soon promises nothing.
+
+**Bigram.** Counts of followers above counts of tokens.
 """
 
 from __future__ import annotations
@@ -7,8 +29,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,7 +44,6 @@ from coppice.config.model import text_config
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
-from coppice.heads.text_models import TEXT_END, Bigram, Lookup, Predicted, TextModel
 from coppice.limits import MAX_TREE_DEPTH
 from coppice.speculation.sampling import (
     DRAFT_STREAM,
@@ -34,6 +57,97 @@ from coppice.speculation.sampling import (
 )
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
+
+ORDERS = (1, 2, 4, 8, 16, 32)  # match lengths that count as further evidence
+INDEXED = (8, 3, 1)  # n-grams that are looked up; longer matches are found by comparing backwards
+OCCURRENCES = 16  # looked at in a draft, the longest and most recent
+TEXT_END = -1  # stands behind each of several texts that are looked up together; no token
+
+Occurrence = tuple[list[int], int, int]
+"""Where a path's end stands: the ids of a text, the position of its last token, and how many tokens match there."""
+
+
+class Lookup:
+    """The text of one session and where its n-grams stand."""
+
+    def __init__(self, earlier: Collection[Lookup] = ()) -> None:
+        """`earlier`: other texts to look up in, the latest first. There may be more of them later, or less."""
+        self.ids: list[int] = []
+        self.earlier = earlier
+        # By order: the latest position of each n-gram, by hash (a collision falls out when the tokens are compared),
+        # and from each position the one before it with the same n-gram, -1 for none.
+        self._latest: dict[int, dict[int, int]] = {order: {} for order in INDEXED}
+        self._before = {order: array("i") for order in INDEXED}
+
+    @property
+    def counted(self) -> int:
+        """How many of its ids are found."""
+        return len(self._before[INDEXED[0]])
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append the text's next ids; costs the same for each, however long the text is."""
+        self.ids += ids
+        self.count(len(ids))
+
+    def count(self, most: int) -> None:
+        """Let `most` further ids be found."""
+        start = self.counted
+        for end in range(start + 1, min(start + most, len(self.ids)) + 1):
+            for order, latest in self._latest.items():
+                gram = hash(tuple(self.ids[max(0, end - order) : end]))
+                self._before[order].append(latest.get(gram, -1))
+                latest[gram] = end - 1
+
+    def start(self, root: int) -> list[Occurrence]:
+        """Find where the text's end, `root` included, stands in the texts: longest suffixes first, then most recent."""
+        suffix = [*self.ids[1 - ORDERS[-1] :], root]
+        found: dict[tuple[int, int], Occurrence] = {}
+        for order in INDEXED:
+            gram = hash(tuple(suffix[-order:]))
+            for number, text in enumerate((self, *self.earlier)):
+                for position in text.positions(order, gram):
+                    if len(found) == OCCURRENCES:
+                        return list(found.values())
+                    place = number, position
+                    if place not in found and (length := text.match(position, suffix)) >= order:
+                        found[place] = text.ids, position, length
+        return list(found.values())
+
+    def positions(self, order: int, gram: int) -> Iterator[int]:
+        """Where n-grams with a hash end, the latest first."""
+        position = self._latest[order].get(gram, -1)
+        while position >= 0:
+            yield position
+            position = self._before[order][position]
+
+    def match(self, position: int, suffix: list[int]) -> int:
+        """Count the tokens before and at `position` that equal the end of `suffix`."""
+        length = 0
+        while length < min(len(suffix), position + 1) and self.ids[position - length] == suffix[-1 - length]:
+            length += 1
+        return length
+
+    def follow(self, state: list[Occurrence], token: int) -> list[Occurrence]:
+        """Return the occurrences that `token` continues."""
+        return [(ids, at + 1, length + 1) for ids, at, length in state if at + 1 < len(ids) and ids[at + 1] == token]
+
+    def followers(self, state: list[Occurrence]) -> dict[int, float]:
+        """Return the tokens that followed and their probabilities, which sum to less than 1."""
+        votes = [(length, ids[at + 1]) for ids, at, length in state if at + 1 < len(ids) and ids[at + 1] != TEXT_END]
+        blended: dict[int, float] = {}
+        for order in ORDERS:
+            counts: dict[int, int] = {}
+            for length, token in votes:
+                if length >= order:
+                    counts[token] = counts.get(token, 0) + 1
+            if not counts:
+                break
+            escapes = len(counts) + 1
+            total = sum(counts.values()) + escapes
+            below = blended or dict.fromkeys(counts, 0.0)
+            blended = {token: (counts.get(token, 0) + escapes * p) / total for token, p in below.items()}
+        return blended
+
 
 SALTS = 64  # remembered at once
 BLOCKS = 8  # parts that a full memory consists of, about: it forgets one at a time
@@ -66,33 +180,237 @@ class Memory:
     def count(self) -> Iterator[None]:
         """Take in what was added, a chunk for each item: texts may be long, and other sessions wait."""
         for block in list(self.blocks):
-            while block.uncounted:
+            while block.counted < len(block.ids):
                 block.count(CHUNK)
                 yield
 
 
-class Memories:
-    """The memories of a head by salt. The salt that was used longest ago is forgotten when there are too many."""
+MATCHES = (1, 2, 4, 8)  # lengths of matches that are told apart
+INSERTED, REPLACED, MATCHED, FOLLOWED = 0, 1, 2, 2 + len(MATCHES)
+"""Kinds of guesses. The last two are as many kinds as there are MATCHES of matches: of the text's end, wherever, and of
+tokens that went as predicted."""
+FIRST_RATES = (0.2, 0.5, *(0.3, 0.5, 0.7, 0.8), *(0.8, 0.9, 0.95, 0.97))
+"""how often each kind comes true, before the session has shown it"""
+FIRST_STEPS, MEMORY = 4.0, 32.0  # how many tokens that weighs, and of how many the rates are averages
+SURE = 4  # tokens as predicted after which no other place is looked for
+
+
+class Guess(NamedTuple):
+    """A place in the prediction, whose token may be the next one: its index, the kind, the tokens matched before it."""
+
+    at: int
+    kind: int
+    matched: int
+
+
+class Track(NamedTuple):
+    """Where a text is in the prediction."""
+
+    latest: tuple[int, ...]  # the text's last tokens
+    next: int = 0  # the place behind the last token that was as predicted
+    matched: int = 0  # tokens that were, in a row; 0 where the text has left the prediction
+    since: int = 0  # tokens since then
+
+
+State = tuple[list[Guess], list[Occurrence]]
+"""what may come next behind a path, best first, and where the path's end stands in the text itself and in others"""
+
+
+class Predicted:
+    """A session's look-up model with the client's prediction before it."""
+
+    def __init__(self, text: Lookup, prediction: Sequence[int], ids: Sequence[int]) -> None:
+        """ids: those that `text` holds. Any of them may be of the answer already."""
+        self._text, self.ids = text, text.ids
+        self._ids, self._array = list(prediction), np.array(prediction, np.int64)
+        self._rates, self._seen = list(FIRST_RATES), [0] * len(FIRST_RATES)
+        self._track = Track(tuple(ids[-MATCHES[-1] :]))
+        self._guesses = self._guess(self._track)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append the text's next ids, and learn from them what guesses are worth."""
+        self._text.extend(ids)
+        for token in ids:
+            for guess in self._guesses:
+                right = self._ids[guess.at] == token
+                self._learn(guess.kind, right)
+                if right:
+                    break
+            self._track = self._step(self._track, self._guesses, token)
+            self._guesses = self._guess(self._track)
+
+    def start(self, root: int) -> State:
+        """Find where the text's end, `root` included, stands in the prediction and in the text."""
+        return self._guess(self._step(self._track, self._guesses, root)), self._text.start(root)
+
+    def follow(self, state: State, token: int) -> State:
+        """Return what goes on as predicted, and the occurrences in texts that `token` continues."""
+        guesses, occurrences = state
+        return self._follow(guesses, token), self._text.follow(occurrences, token)
+
+    def followers(self, state: State) -> dict[int, float]:
+        """Return the next tokens and their probabilities: each guess has its share of what those before it leave."""
+        guesses, occurrences = state
+        found: dict[int, float] = {}
+        rest = 1.0
+        for guess in guesses:
+            token, rate = self._ids[guess.at], self._rates[guess.kind]
+            found[token] = found.get(token, 0.0) + rest * rate
+            rest *= 1 - rate
+        for token, share in self._text.followers(occurrences).items():
+            found[token] = found.get(token, 0.0) + rest * share
+        return found
+
+    def place(self, state: State, token: int) -> int:
+        """Return which token of the prediction this one is behind a path, from 1; 0: it is not drafted from it."""
+        return next((guess.at + 1 for guess in state[0] if self._ids[guess.at] == token), 0)
+
+    def _learn(self, kind: int, right: bool) -> None:
+        self._seen[kind] += 1
+        self._rates[kind] += (right - self._rates[kind]) / min(MEMORY, FIRST_STEPS + self._seen[kind])
+
+    def _follow(self, guesses: list[Guess], token: int) -> list[Guess]:
+        """What comes behind the first guess that says `token`."""
+        for at, _, matched in guesses:
+            if self._ids[at] == token:
+                return [Guess(at + 1, _kind(FOLLOWED, matched + 1), matched + 1)] if at + 1 < len(self._ids) else []
+        return []
+
+    def _step(self, track: Track, guesses: list[Guess], token: int) -> Track:
+        """Where a text is behind its next token."""
+        latest = (*track.latest[1 - MATCHES[-1] :], token)
+        for at, _, matched in guesses:
+            if self._ids[at] == token:
+                return Track(latest, at + 1, matched + 1)
+        return Track(latest, track.next, 0, track.since + 1)
+
+    def _guess(self, track: Track) -> list[Guess]:
+        """What may come next in a text, best first, each place once."""
+        guesses = [Guess(track.next, _kind(FOLLOWED, track.matched), track.matched)] if track.matched else []
+        if track.matched < SURE:
+            guesses += self._longest(track)
+        if not track.matched:
+            guesses += (Guess(track.next + track.since, REPLACED, 0), Guess(track.next, INSERTED, 0))
+        places = {guess.at: guess for guess in reversed(guesses) if guess.at < len(self._ids)}
+        return [guess for guess in guesses if places.get(guess.at) is guess]
+
+    def _longest(self, track: Track) -> list[Guess]:
+        """The place behind the longest match of the text's end that is longer than what was followed: the next one of
+        several, the last one where all are behind.
+        """
+        latest, ids = track.latest, self._array
+        places = np.flatnonzero(ids[:-1] == latest[-1]) + 1
+        length = 1
+        while places.size and length < len(latest):
+            longer = places[places > length]
+            longer = longer[ids[longer - length - 1] == latest[-1 - length]]
+            if not longer.size:
+                break
+            places, length = longer, length + 1
+        if not places.size or length <= track.matched:
+            return []
+        nearest = min(int(np.searchsorted(places, track.next)), places.size - 1)
+        return [Guess(int(places[nearest]), _kind(MATCHED, length), length)]
+
+
+def _kind(first: int, length: int) -> int:
+    """Return the kind of a guess behind a match: that of the longest of MATCHES that it reaches."""
+    return first + bisect_right(MATCHES, length) - 1
+
+
+FOLLOWERS, FREQUENT = 12, 4
+"""most frequent followers and tokens that are looked at: a row costs the same however long the text is"""
+
+
+class Frequencies(dict[int, int]):
+    """Counts of ids, and the most frequent ones, descending, those that came to be so first before their equals."""
 
     def __init__(self, most: int) -> None:
-        """`most`: tokens that are remembered for each salt; 0: none."""
-        self._most = most
-        self._of: OrderedDict[str, Memory] = OrderedDict()
+        """`most`: of the most frequent ids that are listed."""
+        super().__init__()
+        self.total, self.top, self._most = 0, list[int](), most
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that are remembered for all salts together."""
-        return sum(memory.tokens for memory in self._of.values())
+    def add(self, token: int) -> None:
+        """Count `token` once more."""
+        count = self[token] = self.get(token, 0) + 1
+        self.total += 1
+        top = self.top
+        if token not in top:
+            if len(top) < self._most:
+                top.append(token)
+            elif count > self[top[-1]]:
+                top[-1] = token
+            else:
+                return
+        at = top.index(token)
+        while at and self[top[at - 1]] < count:
+            top[at], top[at - 1] = top[at - 1], token
+            at -= 1
 
-    def of(self, salt: str) -> Memory | None:
-        """What is remembered for a salt; None for the empty one, which remembers nothing."""
-        if not salt or not self._most:
-            return None
-        memory = self._of.setdefault(salt, Memory(self._most))
-        self._of.move_to_end(salt)
-        if len(self._of) > SALTS:
-            self._of.popitem(last=False)
-        return memory
+    def above(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the (V,) row with these counts above those of the model below, whose row is given."""
+        row = row * len(self)
+        row[list(self)] += list(self.values())
+        return row / (self.total + len(self))
+
+
+class Bigram:
+    """Counts of one text. `vocab_size` 0 is unknown: then what is left of a row belongs to ids never seen."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokens = Frequencies(FREQUENT)
+        self._followers: dict[int, Frequencies] = {}
+        self._last: int | None = None
+        self._frequent: dict[int, float] = {}  # the most frequent tokens and their probabilities
+        self._rows: dict[int, dict[int, float]] = {}  # followers() since the text grew last
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Count the text's next ids."""
+        for token in ids:
+            self._tokens.add(token)
+            if self._last is not None:
+                self._followers.setdefault(self._last, Frequencies(FOLLOWERS)).add(token)
+            self._last = token
+        self._frequent = {token: self._unigram(token) for token in self._tokens.top}
+        self._rows = {}
+
+    def start(self, root: int) -> int:
+        """Return the state behind `root`: a bigram remembers one token."""
+        return root
+
+    def follow(self, state: int, token: int) -> int:
+        """Return the state after `token`."""
+        return token
+
+    def followers(self, state: int) -> Mapping[int, float]:
+        """Return the most frequent followers and tokens of all with their probabilities, which sum to less than 1."""
+        seen = self._followers.get(state)
+        if seen is None:
+            return self._frequent
+        if state not in self._rows:
+            kinds, total, below = len(seen), seen.total + len(seen), self._frequent
+            self._rows[state] = {
+                token: (seen.get(token, 0) + kinds * (below.get(token) or self._unigram(token))) / total
+                for token in dict.fromkeys((*seen.top, *below))
+            }
+        return self._rows[state]
+
+    def _unigram(self, token: int) -> float:
+        kinds = len(self._tokens)
+        uniform = 1 / self.vocab_size if self.vocab_size else 0.0
+        return (self._tokens.get(token, 0) + kinds * uniform) / max(self._tokens.total + kinds, 1)
+
+    def row(self, previous: int) -> NDArray[np.float64]:
+        """Return (vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
+        row = self._tokens.above(np.full(self.vocab_size, 1 / self.vocab_size))
+        seen = self._followers.get(previous)
+        return row if seen is None else seen.above(row)
+
+
+TextModel = Bigram | Lookup | Predicted
+"""A model of the next token made of one session's text. Its `followers` are a bounded number of candidates, with
+probabilities that sum to less than 1; a state that it makes is a place behind the root."""
 
 
 LEAST_REST = 1e-6  # mass left to tokens that are no candidates: no draft is certain
@@ -101,7 +419,7 @@ EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
 LEAST_SCORE = math.log(1 / 64)  # of a node where chains are long: a row costs more than a lower one promises
 
 
-def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, width: int) -> list[tuple[float, int]]:
+def draft_scores(candidates: Mapping[int, float], job: DraftJob, position: int, width: int) -> list[tuple[float, int]]:
     """Return (log-score, id) of the `width` best candidates of one row, best first, all below 0.
 
     Greedy scores are the log-probabilities. At T > 0 they are log_softmax(log q / T + noise at the position) when the
@@ -143,13 +461,16 @@ class _Row(NamedTuple):
     best: list[tuple[float, int]]
 
 
-def grow(model: TextModel, job: DraftJob, depth: int, width: int, least: float = -math.inf) -> DraftTree:
+def grow(
+    model: TextModel, job: DraftJob, depth: int, width: int, least: float = -math.inf
+) -> tuple[DraftTree, tuple[int, ...]]:
     """Grow the `budget` best nodes, at most `depth` deep and `width` wide, best-first on the sum of log-scores, which
-    are `least` or more.
+    are `least` or more; returns them with their places in a prediction, if there is one.
 
     A score is below its parent's, so nodes leave the heap in order of score and parents before children.
     """
     tokens: list[int] = []
+    places: list[int] = []
     parents: list[int] = []
     log_probs: list[float] = []
     order = itertools.count()  # first come first served among equal scores
@@ -173,10 +494,13 @@ def grow(model: TextModel, job: DraftJob, depth: int, width: int, least: float =
         tokens.append(token)
         parents.append(row.parent)
         log_probs.append(-negated)
+        if isinstance(model, Predicted):
+            places.append(model.place(row.state, token))
         push(row, place + 1)  # it could not come before this one
         if row.level < depth and len(tokens) < job.budget:
             open_row(len(tokens), -negated, model.follow(row.state, token), row.level + 1)
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+    tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+    return tree, tuple(places)
 
 
 def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
@@ -210,13 +534,14 @@ class NgramHead(Head):
         settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
         self._models: dict[int, TextModel] = {}
-        self._memories = Memories(settings.memory_tokens)
+        self._memory_tokens = settings.memory_tokens
+        self._memories: OrderedDict[str, Memory] = OrderedDict()  # by salt, the one used longest ago first
         self._memory: dict[int, Memory] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Count the prompt, a chunk at a time, and first what its salt's sessions said since the last opening."""
         head = self.description
-        memory = self._memories.of(opening.salt)
+        memory = self._memory_of(opening.salt)
         if memory is not None:
             self._memory[key] = memory
             yield from memory.count()
@@ -233,12 +558,22 @@ class NgramHead(Head):
         if opening.prediction and isinstance(model, Lookup):
             self._models[key] = Predicted(model, opening.prediction, opening.ids)
 
+    def _memory_of(self, salt: str) -> Memory | None:
+        """Return what is remembered for a salt, of SALTS the ones used last; None for the empty one."""
+        if not salt or not self._memory_tokens:
+            return None
+        memory = self._memories.setdefault(salt, Memory(self._memory_tokens))
+        self._memories.move_to_end(salt)
+        if len(self._memories) > SALTS:
+            self._memories.popitem(last=False)
+        return memory
+
     def close(self, key: int) -> None:
         """Forget the session's text, or leave it to the memory of its salt."""
         model, memory = self._models.pop(key, None), self._memory.pop(key, None)
         if memory is not None and isinstance(model, Lookup | Predicted):
             memory.add(model.ids)
-            self.remembered = self._memories.tokens
+            self.remembered = sum(each.tokens for each in self._memories.values())
 
     def advance(self, key: int, advance: Advance) -> None:
         """Count the committed ids."""
@@ -251,10 +586,8 @@ class NgramHead(Head):
             if job.want_q_rows and isinstance(model, Bigram):
                 chain, rows = sample_chain(model, job, self._depth)
                 yield [Growth(index, chain, last=True, q_rows=rows)]
-            elif isinstance(model, Predicted):
-                tree = grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE)
-                yield [Growth(index, tree, last=True, predicted=model.places(tree, job.root))]
-            elif isinstance(model, Lookup) and model.earlier:
-                yield [Growth(index, grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE), last=True)]
-            else:
-                yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]
+                continue
+            deep = isinstance(model, Predicted) or (isinstance(model, Lookup) and bool(model.earlier))
+            depth, least = (MAX_TREE_DEPTH, LEAST_SCORE) if deep else (self._depth, -math.inf)
+            tree, places = grow(model, job, depth, self._width, least)
+            yield [Growth(index, tree, last=True, predicted=places)]

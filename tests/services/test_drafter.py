@@ -18,8 +18,7 @@ import pytest
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.heads.ngram import grow
-from coppice.heads.text_models import Lookup
+from coppice.heads.ngram import Lookup, grow
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, validate
 from coppice.telemetry import SessionMetrics
@@ -61,7 +60,7 @@ def own_tree(ids: list[int], root: int, budget: int, params: SamplingParams | No
     """What the head drafts in this process."""
     model = Lookup()
     model.extend(ids)
-    return grow(model, DraftJob(0, root, len(ids), budget, params or SamplingParams()), depth=6, width=8)
+    return grow(model, DraftJob(0, root, len(ids), budget, params or SamplingParams()), depth=6, width=8)[0]
 
 
 async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(lookup: Service) -> None:

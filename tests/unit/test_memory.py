@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Head
-from coppice.heads.ngram import BLOCKS, CHUNK, SALTS, Memory
+from coppice.heads.ngram import BLOCKS, CHUNK, SALTS, Lookup, Memory
 from coppice.heads.registry import build_head
-from coppice.heads.text_models import Lookup
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, validate
 from coppice.wire.drafter import Advance, OpenDraft

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
-from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
+from coppice.heads.ngram import EXP_EULER_GAMMA, FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Lookup, draft_scores
 from coppice.heads.registry import build_head
-from coppice.heads.text_models import FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Lookup
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
 from coppice.wire.drafter import OpenDraft
@@ -119,7 +118,7 @@ def suffix_matches(text: list[int]) -> dict[int, int]:
 
 
 def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) - 1) -> float:
-    """The formula of coppice/heads/text_models.py, from the longest of ORDERS down."""
+    """The formula of coppice/heads/ngram.py, from the longest of ORDERS down."""
     if order < 0:
         return 0.0
     below = blended(votes, token, order - 1)
