@@ -11,7 +11,7 @@ gains, by arm; a text's own steps outweigh all other texts' after TEXT_STEPS of 
 
 The arm of the highest rate is played, each gain raised by its standard deviation (an upper confidence bound: Auer et
 al., 2002). So arms that are nearly as good are tried now and then, and hopeless ones hardly ever. Plain gains nothing
-for certain, and is the floor. At a new load a few plain steps come first, and a new head is played for a few rounds
+for certain, and is the floor. At a new load a few plain steps come first, and a new arm is played for a few rounds
 before it is compared. The choice is deterministic given what steps took and gained.
 """
 
@@ -32,19 +32,18 @@ from .step import Step, StepPolicy
 PLAIN, SINGLE = "plain", "single:"
 PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
 
-PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
-LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
+PLAIN_STEPS = 4  # that come first at every load
+LEARN = 5  # rounds that a new arm is played for, the first of which takes in the text
 RUN = 4  # rounds that an arm is played at least: the first one may have to open streams and catch up
 RETRY = 512  # rounds between two runs of drafting while the verifier hints that no node pays
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
-JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best and of the slowest head, before route or merge was tried
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 PREDICTED_GAIN, PREDICTED_STEPS = 4.0, 4.0  # first gain and its weight of a head with a prediction, in each text anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
 MEMORY = 1024.0  # steps of all texts that count: heads are trained on, and one that gained little is tried again
 
-COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
+COLD = 4  # first steps of an arm, of which the fastest counts: they include warm-up
 RATE = 0.1  # of the averages of seconds: a machine that slows down is noticed within ten steps
 
 
@@ -80,12 +79,6 @@ class Seconds:
         else:
             mean += (min(seconds, 2 * mean + beside) - mean) * max(RATE, 1 / count)
         self.by_load[load] = mean, count
-
-    def bound(self, load: int, seconds: float) -> None:
-        """Take in that a step takes no longer, such as a plain one than a drafting one."""
-        mean, count = self.by_load.get(load, (seconds, 0))
-        if count and seconds < mean:
-            self.by_load[load] = mean + RATE * (seconds - mean), count
 
     def at(self, load: int) -> float | None:
         """The mean at a load; where it was never seen, at the nearest one, of two the lower. None: nothing was seen."""
@@ -207,7 +200,6 @@ class Rates:
             return
         key = text.keys[text.arm]
         self.rounds[key] += 1 / max(1, len(self.texts))
-        self.plain.bound(load, plain_s)
         if step.opening:
             return
         extra_s = max(0.0, step.seconds - (self.plain.at(load) or step.seconds))
@@ -225,7 +217,7 @@ class Rates:
         if self.plain.count(self.load) < PLAIN_STEPS:
             self._arm = PLAIN
             return
-        new = [name for name in text.arms if name.startswith(SINGLE) and self._is_new(name)] if hint != 0 else []
+        new = [name for name in text.arms if name != PLAIN and self._is_new(name)] if hint != 0 else []
         if new:
             self._arm = self._arm if self._arm in new else new[0]
             return
@@ -241,7 +233,7 @@ class Rates:
             self._arm, self._rest = best, RUN - 1
 
     def _is_new(self, name: str) -> bool:
-        """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
+        """Whether an arm was not played long enough, in greedy or in sampled texts as they are under way."""
         return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
 
     def rate(self, name: str) -> float:
@@ -262,10 +254,7 @@ class Rates:
             return 0.0
         if text.is_predicted(name) and name.startswith(SINGLE):
             return text.own[name].mean(PREDICTED_GAIN, PREDICTED_STEPS)
-        first = FIRST_GAIN
-        if not name.startswith(SINGLE):
-            first = JOINT_GAIN * max([self.gain(text, head) for head in text.arms if head.startswith(SINGLE)])
-        return text.own[name].mean(self.gains[text.keys[name]].mean(first, FIRST_STEPS), TEXT_STEPS)
+        return text.own[name].mean(self.gains[text.keys[name]].mean(FIRST_GAIN, FIRST_STEPS), TEXT_STEPS)
 
     def step_s(self, text: Text, name: str) -> float:
         """What a step of an arm takes at this load, as far as is known."""
@@ -275,10 +264,7 @@ class Rates:
         extra_s = self.extra[text.keys[name][0]].at(self.load)
         if extra_s is None:  # an arm that drafts from a prediction was never seen
             extra_s = self.extra[name].at(self.load)
-        if extra_s is None:
-            heads = [self.extra[head].at(self.load) or 0.0 for head in text.arms if head.startswith(SINGLE)]
-            extra_s = JOINT_TIME * max(heads, default=0.0)
-        return plain_s + extra_s
+        return plain_s + (extra_s or 0.0)
 
 
 class AutoPolicy(StepPolicy):

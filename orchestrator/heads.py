@@ -30,9 +30,8 @@ from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
 
 from .metrics import OrchestratorMetrics
-from .outcomes import Calibration, first_miss
+from .outcomes import USELESS, AcceptanceWatch, Calibration, first_miss
 from .targets import PROBE_S, Pool, Replica
-from .watch import USELESS, AcceptanceWatch
 
 log = structlog.get_logger()
 
@@ -236,7 +235,8 @@ class HeadSession:
         sampling = opening.sampling
         self.is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
-        self._window: Features | None = None  # of the verifier's session
+        self.window: Features | None = None
+        """of the verifier's session that the drafter can follow"""
         self._followed = ""  # the verifier's session that the drafter follows
         self._replica: DrafterReplica | None = None  # to which there is a stream
         self._call: grpc.aio.StreamStreamCall | None = None
@@ -255,7 +255,7 @@ class HeadSession:
         """Start a stream on the committed ids unless there is one, every replica is cooling down or features are
         missing.
         """
-        if self._replica is not None or self._layers is None or (self._layers and self._window is None):
+        if self._replica is not None or self._layers is None or (self._layers and self.window is None):
             return
         replica = self._replica = self.pool.pick(self._refusing())
         if replica is None:
@@ -316,16 +316,11 @@ class HeadSession:
                 self.pool.drafted(time.perf_counter() - draft.asked_at)
             draft.answer.set_result(None)
 
-    def learn(self, features: Features | None) -> None:
-        """Take which session of a verifier the drafter can follow from now on."""
-        if features is not None and features.ref is not None:
-            self._window = features
-
     def _follow(self, length: int) -> Features | None:
         """The verifier's session for the drafter to follow, unless it was told of it; a head that reads features needs
         those of the latest positions before `length`.
         """
-        window = self._window
+        window = self.window
         if window is None or window.ref is None or window.ref.session == self._followed:
             return None
         self._followed = window.ref.session

@@ -18,10 +18,9 @@ from coppice.wire.verifier import NextRoot, SessionOpened, VerifyStep
 
 from .answer import Account, Output
 from .heads import NO_DRAFT, Draft, HeadSession
-from .outcomes import outcomes, step_log_probs
+from .outcomes import best_path, outcomes, step_log_probs
 from .step import Committed, Step, StepPolicy
 from .targets import LOST, TargetSession
-from .watch import best_path
 
 PREDICTING_KIND = "lookup"
 """of heads that draft from a prediction, and from a client's earlier texts"""
@@ -61,7 +60,7 @@ class Decoding:
         opened = await self.verifier.open(self.text.ids)
         self.account.opened(opened, self.verifier.preferred)
         started(opened)
-        self.drafting.learn(opened.features)
+        self.drafting.follow(opened.features)
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)
         self.output.commit([], (step.root, log_prob), opened.top)
@@ -87,7 +86,7 @@ class Decoding:
     def _begin(self, before: Step | None = None, root: int = -1) -> Step:
         """The next step, with the heads that it asks."""
         hint = before.verdict.budget_hint if before else None
-        step = Step(before.number + 1 if before else 1, hint, self.drafting.no_drafts(), root=root)
+        step = Step(before.number + 1 if before else 1, hint, [NO_DRAFT] * len(self.drafting.heads), root=root)
         if before is not None:
             step.began_at = before.committed_at
         step.asked = tuple(self.policy.heads(step))
@@ -115,7 +114,7 @@ class Decoding:
         """Go on with another verifier, which prefills what is committed; the root is drawn already."""
         opened = await self.verifier.reopen(self.text.ids, step.number - 1, reason)
         self.account.metrics.reopened.inc()
-        self.drafting.learn(opened.features)
+        self.drafting.follow(opened.features)
 
     # --- commit ---
 
@@ -161,29 +160,29 @@ class Drafting:
 
     def __init__(self, heads: Sequence[HeadSession], deadline_s: float) -> None:
         """deadline_s: how long a step waits for drafts; 0: as long as the slowest asked head's drafts usually take."""
-        self._heads, self._deadline_s = heads, deadline_s
+        self.heads, self._deadline_s = heads, deadline_s
         self._predictions = {at: PredictionUse() for at, head in enumerate(heads) if head.opening.prediction}
 
     def name(self, number: int) -> str:
         """The name of a head; empty for none of them."""
-        return self._heads[number].pool.name if number >= 0 else ""
+        return self.heads[number].pool.name if number >= 0 else ""
 
     def open(self, numbers: Iterable[int], text: Committed) -> None:
         """Start the streams of some heads."""
         for at in numbers:
-            self._heads[at].open(text.ids)
+            self.heads[at].open(text.ids)
 
-    def learn(self, features: Features | None) -> None:
-        """Take the features of newly committed positions."""
-        for head in self._heads:
-            head.learn(features)
+    def follow(self, features: Features | None) -> None:
+        """Take the verifier's session that drafters can follow from now on."""
+        for head in self.heads:
+            head.window = features or head.window
 
     async def draft(self, step: Step, text: Committed, meanwhile: Callable[[], None]) -> None:
         """Fill in the step's drafts. `meanwhile` is called as soon as nobody waits for this process's next message."""
         if not step.asked:
             asyncio.get_running_loop().call_soon(meanwhile)  # behind the verifier's question
             return
-        asked = [(at, self._heads[at]) for at in step.asked]
+        asked = [(at, self.heads[at]) for at in step.asked]
         step.opening = any(head.still_opening for _, head in asked)
         deadline_s = self._deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = text.fence(step.number, deadline_s)
@@ -194,12 +193,12 @@ class Drafting:
             await asyncio.wait(waited, timeout=deadline_s)
         for at, answer in answers:
             if answer is not None:
-                step.drafts[at] = self._heads[at].collect()
+                step.drafts[at] = self.heads[at].collect()
         step.drafted_at = time.perf_counter_ns()
 
     def settle(self, step: Step) -> None:
         """Tell the heads what the step committed and what they missed."""
-        for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
+        for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
             if head.opening.want_misses and step.choice.routed in (at, UNION):
                 verdict = step.verdict
                 head.reject(draft, verdict.fence.committed_len - len(verdict.accepted), step.offered)
@@ -209,7 +208,7 @@ class Drafting:
 
         Those of a prediction are worth what they say, and belong to this request alone.
         """
-        for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
+        for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
             if at in self._predictions:
                 if step.choice.routed in (at, UNION):
                     self._predictions[at].learn(step, draft)
@@ -223,10 +222,6 @@ class Drafting:
         for use in self._predictions.values():
             result.accepted_prediction_tokens += len(use.accepted)
             result.rejected_prediction_tokens += len(use.verified - use.accepted)
-
-    def no_drafts(self) -> list[Draft]:
-        """The drafts of a step that has asked nobody yet."""
-        return [NO_DRAFT] * len(self._heads)
 
 
 class PredictionUse:

@@ -1,4 +1,6 @@
-"""What a text says of the trees that heads drafted: which nodes came true, and how far to trust a head's scores."""
+"""What a text says of the trees that heads drafted: which nodes came true, how far to trust a head's scores, and
+whether it drafts as it should.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,13 @@ from coppice.speculation.tree import DraftTree
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+
+FALSE_ALARMS = 1e-6
+"""chance that a head which reaches what is expected is ever suspected, however long it serves"""
+USELESS = 0.05
+"""share of right first tokens that a head has to reach to be of any use; expected of one that nobody measured"""
+_SHARES = np.array([1 / 2, 1 / 8, 1 / 64])  # of what is expected: what a faulty head may reach
+_MOST = 0.999  # a head that is always right proves nothing with its first miss
 
 
 def _reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
@@ -51,6 +60,23 @@ def step_log_probs(tree: DraftTree) -> FloatArray:
     """(n,) log-probability of each node given its parent, s_i - s_parent, at most 0."""
     scores: FloatArray = np.concatenate((np.zeros(1), tree.log_probs))
     return np.minimum(scores[1:] - scores[tree.parents], 0.0)
+
+
+def best_path(tree: DraftTree, continuation: Sequence[int]) -> list[bool]:
+    """Return whether a head's best token was right at depth 1, 2, ..., as far as the best ones before it were.
+
+    `continuation` is the target's tokens after the root. The best of a node's children has the highest score.
+    """
+    children, scores = tree.children(), [0.0, *tree.log_probs.tolist()]
+    path, at = list[bool](), 0
+    for token in continuation:
+        if not children[at]:
+            break
+        at = max(children[at], key=scores.__getitem__)
+        path.append(int(tree.tokens[at - 1]) == token)
+        if not path[-1]:
+            break
+    return path
 
 
 class Calibration:
@@ -108,3 +134,59 @@ class Calibration:
         with np.errstate(divide="ignore"):
             logits = log_probs - np.log(-np.expm1(log_probs))
         return np.clip(logits, -self.MAX_LOGIT, self.MAX_LOGIT)
+
+
+class AcceptanceWatch:
+    """A sequential test of whether a head drafts far below what it was trained to, as one that was loaded wrongly does:
+    every text is right, only slow. The share of right tokens is compared with that which the head's folder expects
+    (coppice/heads/models/expectation.py).
+
+    It is an e-process: a bet against "the head is right at least as often as expected", which wins only if it is not.
+
+    For each depth and each of a few shares of what is expected, the likelihood ratio of that share (Wald, 1945) over
+    all trials since some start; a start at trial n weighs 1 / (n (n + 1)), so that a head which becomes faulty late is
+    found, too. Of a head whose every trial is right with at least the expected chance, whatever came before, such a
+    mixture is a supermartingale that begins at 1, so it ever reaches 1 / a with a chance of at most a (Ville, 1939).
+
+    Each push of weights begins anew; the nth may raise a false alarm with 1 / (n (n + 1)) of the chance.
+    """
+
+    def __init__(self, expected: Sequence[float], false_alarms: float = FALSE_ALARMS) -> None:
+        """expected: the least share of right tokens at depth 1, 2, ..., each among trials whose path was right."""
+        self.expected = tuple(expected)
+        self.version, self.suspect = 0, False
+        self._false_alarms, self._pushes = false_alarms, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        depths = len(self.expected)
+        self.trials, self.hits = [0] * depths, [0] * depths
+        self._bets = np.full((depths, len(_SHARES)), -np.inf)  # logs of the mixtures over starts
+        self._pushes += 1
+        self.suspect = False
+
+    def observe(self, path: Sequence[bool], version: int = 0) -> bool:
+        """Learn from a draft's `best_path`, and return whether the head is suspected now and was not before.
+
+        `version` is that of the weights that drafted; drafts of earlier ones are not counted.
+        """
+        if version > self.version:
+            self.version = version
+            self._begin()
+        if version < self.version or self.suspect:
+            return False
+        for depth, right in enumerate(path[: len(self.expected)]):
+            self.trials[depth] += 1
+            self.hits[depth] += right
+            expected, trial = min(self.expected[depth], _MOST), self.trials[depth]
+            ratios = _SHARES if right else (1 - _SHARES * expected) / (1 - expected)
+            started = np.logaddexp(self._bets[depth], -math.log(trial * (trial + 1)))
+            self._bets[depth] = started + np.log(ratios)
+        self.suspect = self.evidence >= math.log(self._pushes * (self._pushes + 1) / self._false_alarms)
+        return self.suspect
+
+    @property
+    def evidence(self) -> float:
+        """The log of what the bet is worth: depth d weighs 2^-d, the shares all alike."""
+        depths = np.arange(1, len(self.expected) + 1)[:, None]
+        return float(np.logaddexp.reduce(self._bets - depths * math.log(2) - math.log(len(_SHARES)), axis=None))

@@ -32,7 +32,7 @@ from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.watch import best_path
+from orchestrator.outcomes import best_path
 from services.drafter.staging import Swap, staging_for
 from tests.pushes import Push
 from tests.tiny import make_target

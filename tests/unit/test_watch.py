@@ -16,7 +16,7 @@ from coppice.heads.models.expectation import (
     read_expectation,
 )
 from coppice.speculation.tree import DraftTree
-from orchestrator.watch import AcceptanceWatch, best_path
+from orchestrator.outcomes import AcceptanceWatch, best_path
 
 
 def test_the_best_path_ends_at_its_first_miss_and_at_its_leaf() -> None:
