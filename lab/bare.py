@@ -108,8 +108,7 @@ class Bare:
 
 def settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
     """The settings of a head's drafter; `shared` are those that all drafters have."""
-    own = {"name": head.name, "kind": head.kind, "path": str(head.path or "")}
-    return shared.model_copy(update=own | {name.removeprefix("drafter."): value for name, value in head.flags})
+    return shared.model_copy(update={"name": head.name, "kind": head.kind, "path": str(head.path or "")})
 
 
 def wire_features(rows: torch.Tensor | None, start: int, end: int) -> Features | None:

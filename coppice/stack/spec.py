@@ -11,10 +11,11 @@ from typing import Any, Self, get_args
 from coppice.config.model import check_model, why_no_model
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import CoppiceError, InvalidField, Status
+from coppice.errors import InvalidField
 from coppice.limits import check_range
 from coppice.machine import Dtype, default_dtype, usable_cores
 from coppice.speculation.policy import Policy
+from coppice.stack.process import as_flags
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
@@ -30,15 +31,6 @@ SHIPPED_HEADS: dict[str, HeadKind] = {
     "lookup": "lookup",
 }
 DEMO_HEADS = ("dspark-code", "dspark-prose", "lookup")
-
-
-class NoModels(CoppiceError):
-    """The demo's models are not here."""
-
-    status = Status.INVALID_ARGUMENT
-
-    def __init__(self) -> None:
-        super().__init__("the demo's models are in a checkout and in the image, not in the package: give --target DIR")
 
 
 def checkout() -> Path | None:
@@ -58,7 +50,7 @@ def module_of(name: str) -> str:
 def _models() -> Path:
     root = checkout()
     if root is None:
-        raise NoModels
+        raise InvalidField("target", "the demo's models are in a checkout and in the image, not in the package")
     return root / "models" / "demo"
 
 
@@ -69,12 +61,10 @@ class HeadSpec:
     name: str
     kind: HeadKind
     path: Path | None = None
-    flags: tuple[tuple[str, Any], ...] = ()
-    """more settings of its drafters, such as ("drafter.top_k", 1)"""
 
     @classmethod
     def shipped(cls, name: str) -> Self:
-        """A head of the demo's target. Raises NoModels."""
+        """A head of the demo's target. Raises InvalidField."""
         kind = SHIPPED_HEADS[name]
         return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
 
@@ -147,8 +137,8 @@ class StackSpec:
                 raise InvalidField("head", f"{head.name}: {why}{form}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
-        if self.one_process and (self.replicas > 1 or any(head.flags for head in self.heads)):
-            raise InvalidField("one-process", "serves each head once, and all of them with the same settings")
+        if self.one_process and self.replicas > 1:
+            raise InvalidField("one-process", "serves each head once")
         if self.adapt and not self.adapted:
             raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(ADAPTED_KINDS)}")
         if self.policy:
@@ -161,7 +151,7 @@ class StackSpec:
 
     @classmethod
     def demo(cls, **changes: Any) -> Self:
-        """The demo's target with its heads. Raises NoModels, or InvalidField while the models are not there."""
+        """The demo's target with its heads. Raises InvalidField while the models are not there."""
         heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
         return cls(**{"target": _models() / "target", "heads": heads, **changes})
 
@@ -195,13 +185,3 @@ class StackSpec:
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
             },
         )
-
-
-def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings by dotted name as arguments; a list becomes one flag an entry."""
-    return [
-        argument
-        for name, value in values.items()
-        for entry in (value if isinstance(value, list) else [value])
-        for argument in (f"--{name}", str(entry))
-    ]

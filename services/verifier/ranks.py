@@ -31,8 +31,8 @@ from coppice.engine.loading import load_engine
 from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField
 from coppice.rpc.server import run_service
-from coppice.stack.process import REFUSED, await_end, environment, spawn
-from coppice.stack.spec import as_flags, checkout
+from coppice.stack.process import REFUSED, as_flags, await_end, environment, spawn
+from coppice.stack.spec import checkout
 
 log = structlog.get_logger()
 

@@ -16,7 +16,8 @@ from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
 from coppice.signals.producer import SignalMetrics
-from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.launch import MODULES
+from coppice.stack.process import SERVICES
 from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import SessionMetrics
 from orchestrator.metrics import OrchestratorMetrics

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from coppice.rpc.access import ACCESS
-from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.launch import MODULES
+from coppice.stack.process import SERVICES
 from tests.chart.chart import PLAIN, beside, component, containers, environment, objects, of_kind, pods
 
 DNS = 53

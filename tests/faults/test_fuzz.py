@@ -23,8 +23,8 @@ from coppice.client.client import Client
 from coppice.heads.checkpoints import load_head, public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import SERVICES, Stack
-from coppice.stack.process import Ready
+from coppice.stack.launch import Stack
+from coppice.stack.process import SERVICES, Ready
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.weights.versions import Weights

@@ -21,7 +21,8 @@ from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
 from coppice.heads.checkpoints import load_head, public_weights
 from coppice.rpc.channels import Dialer
-from coppice.stack.launch import SERVICES, Stack
+from coppice.stack.launch import Stack
+from coppice.stack.process import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.weights.versions import Weights

@@ -23,7 +23,8 @@ from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import SERVICES, Stack
+from coppice.stack.launch import Stack
+from coppice.stack.process import SERVICES
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric, scrape

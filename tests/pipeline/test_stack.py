@@ -333,6 +333,7 @@ def test_children_end_when_their_parent_is_killed(target: Path, held_still: bool
         pids = [service["pid"] for service in json.loads(ready.read_text())["services"]]
         for pid in pids if held_still else ():
             os.kill(pid, signal.SIGSTOP)
+            assert eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         process.kill()
         process.wait()
         assert all(_ends(pid) for pid in pids)
