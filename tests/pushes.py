@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
+from coppice.limits import MAX_VERSION_STEP
 from coppice.weights.versions import Weights, pack_update
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from services.drafter.staging import Swap, staging_for
@@ -210,6 +211,12 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
         STALE,
         r"version 2 with hash .* is old",
     ),
+    "a version that nobody can have made": (
+        lambda case: case.good.announcing(version=case.live.version + MAX_VERSION_STEP + 1),
+        INVALID,
+        r"header\.version: .* is more than \d+ above version 2",
+    ),
+    "more bytes than a head has": (lambda case: case.good.announcing(size=1 << 28), INVALID, r"header\.size"),
     "wrong parent": (
         lambda case: case.good.announcing(parent=1),
         STALE,

@@ -1,0 +1,402 @@
+"""One head's loop with drafters and a learner that stand in: what it decides, pushes, remembers and takes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coppice.config.sections import AdapterSettings
+from coppice.errors import InvalidField, StaleFence
+from coppice.limits import MAX_VERSION_STEP, SKETCH
+from coppice.rpc.channels import Dialer
+from coppice.signals.records import QueryRecord, Sample
+from coppice.v1 import drafter_pb2
+from coppice.weights.variants import variant_name
+from coppice.weights.versions import Weights
+from coppice.wire.adapter import STANDING_BY, HeadStatus
+from coppice.wire.drafter import (
+    HeadDescription,
+    WeightsHeader,
+    WeightsSynced,
+    head_to_wire,
+    read_weights,
+    synced_to_wire,
+)
+from services.adapter import loop as head_loop
+from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Trained
+from services.adapter.loop import HeadLoop
+from services.adapter.metrics import AdapterMetrics
+from services.adapter.push import MOST_AHEAD, Replicas
+from services.adapter.state import FILE
+from services.drafter.staging import Staging
+from tests.recorder import server_of
+
+HEAD = "block"
+FIRST = Weights.of({"lm_head.weight": torch.zeros(6, 4), "fc.weight": torch.ones(4)})
+SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
+KIND = tuple(np.eye(SKETCH)[0].tolist())
+numbers = itertools.count()
+
+
+@dataclass
+class Drafter:
+    """Takes pushes as a drafter does, and drafts nothing."""
+
+    live: Weights = FIRST
+    parents: list[int] = field(default_factory=list)
+    """of the pushes"""
+
+    async def DescribeHead(self, request: Any, context: Any) -> Any:
+        live = self.live
+        return head_to_wire(HeadDescription(HEAD, "specblock", 6, live.version, weights_hash=live.hash))
+
+    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        header = read_weights(await anext(requests), 1 << 30)
+        assert isinstance(header, WeightsHeader)
+        self.parents.append(header.parent)
+        staging = Staging(header, HEAD, self.live, FIRST)
+        async for message in requests:
+            staging.add(read_weights(message, 1 << 30))  # type: ignore[arg-type]
+        self.live = staging.finish()
+        return synced_to_wire(WeightsSynced(self.live.version, self.live.hash))
+
+
+class Liar(Drafter):
+    """Takes no push, and always uses a version above the one that it is to use."""
+
+    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        header = read_weights(await anext(requests), 1 << 30)
+        assert isinstance(header, WeightsHeader)
+        self.parents.append(header.parent)
+        self.live = FIRST.changed({"fc.weight": torch.zeros(4)}, header.version + 1)
+        raise StaleFence("old")
+
+
+class Learner:
+    """Moves one tensor, and says by how much drafts became longer."""
+
+    def __init__(self, after: float = 2.5, error: Exception | None = None) -> None:
+        self.config = SimpleNamespace(vocab_size=6, feature_width=2)
+        self.stopped = SimpleNamespace(set=lambda: None)
+        self.after, self.error, self.updates = after, error, 0
+
+    def learn(
+        self, arm: Arm, begin: Mapping[str, Tensor], texts: Sequence[Sample], held_out: Sequence[Sample], penalty: float
+    ) -> tuple[Trained, dict[str, Tensor]]:
+        self.updates += 1
+        if self.error:
+            raise self.error
+        return Trained(len(texts), 2.0, self.after, 0.1), {"lm_head.weight": begin["lm_head.weight"] + 1}
+
+
+class Rig:
+    """A loop, its drafters, and a hand that gives it records."""
+
+    def __init__(self, folder: Path, drafters: Sequence[Drafter], learner: Learner, policy: str) -> None:
+        self.folder, self.drafters, self.learner, self.policy = folder, list(drafters), learner, policy
+        self.addresses: list[str] = []
+        self.active = True
+        self._exit = AsyncExitStack()
+
+    async def start(self) -> None:
+        for drafter in self.drafters:
+            await self.serve(drafter)
+        await self.restart()
+
+    async def serve(self, drafter: Drafter, address: str = "") -> None:
+        port = int(address.rpartition(":")[2] or 0)
+        server = await self._exit.enter_async_context(server_of(SERVICE, drafter, port))
+        self.addresses = sorted({*self.addresses, server.address})
+
+    async def restart(self) -> None:
+        """Begin a loop in the same folder; the one before was killed or stopped."""
+
+        async def forever(changed: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def on_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+            return work(*arguments)
+
+        rig, settings = self, AdapterSettings(policy=self.policy, interval=2)
+
+        class Where:
+            run = staticmethod(forever)
+
+            @property
+            def addresses(self) -> list[str]:
+                return rig.addresses
+
+        active = lambda: self.active  # noqa: E731
+        metrics = AdapterMetrics()
+        replicas = Replicas(HEAD, Where(), FIRST, Dialer(), metrics, active)  # type: ignore[arg-type]
+        learner: Any = self.learner
+        self.loop = HeadLoop(HEAD, learner, replicas, settings, self.folder, on_thread, metrics, active)
+        assert self.loop.status(0).doing == STANDING_BY
+        await self.loop.start()
+        self._running = asyncio.create_task(self.loop.run())
+
+    async def kill(self) -> None:
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+
+    async def stop(self) -> None:
+        await self.kill()
+        await self.loop.stop()
+
+    async def close(self) -> None:
+        await self.stop()
+        await self._exit.aclose()
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+    @property
+    def status(self) -> HeadStatus:
+        return self.loop.status(50)
+
+    def query(self, version: int | None = None, **facts: Any) -> None:
+        """One query that ended, and a text of it before it."""
+        session = f"q{next(numbers)}"
+        self.loop.take_sample(Sample(session, np.arange(4), np.ones((3, 2), "<f4").tobytes()))
+        seen = self.status.version if version is None else version
+        usual: dict[str, Any] = {"s": 9.0, "tau": 2.0, "new_tokens": 40, "steps": 20, "tokens_per_s": 50.0}
+        self.loop.take_query(QueryRecord(session=session, versions=(seen, seen), **usual | facts))
+
+    def ask(self, rates: tuple[float, float] = (20.0, 20.0)) -> None:
+        """A query of one kind of text, at the rate of its variant or of the other one."""
+        kinds, number = self.status.kinds, next(numbers) // 2  # a query takes one, too
+        kind = kinds[0] if kinds and kinds[0].share else None
+        variant = 0 if kind is None else (kind.variant, kind.other)[number % 2]
+        rate = rates[number % 2 if kind else 1] + 0.1 * (number % 7)
+        self.query(tokens_per_s=rate, s=0.0, sketch=KIND, kind=1 if kind else 0, variant=variant)
+
+    async def until(self, claim: Callable[[HeadStatus], object], feed: Callable[[], None] | None = None) -> HeadStatus:
+        """Feed until the status is as claimed; returns it."""
+        async with asyncio.timeout(60):
+            while not claim(self.status):
+                if feed is not None:
+                    feed()
+                await asyncio.sleep(0.01)
+        return self.status
+
+
+@asynccontextmanager
+async def rig_of(
+    folder: Path, drafters: Sequence[Drafter] = (), learner: Learner | None = None, policy: str = "bandit"
+) -> AsyncIterator[Rig]:
+    rig = Rig(folder, drafters or [Drafter()], learner or Learner(), policy)
+    await rig.start()
+    try:
+        yield rig
+    finally:
+        await rig.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loop, "POLL_S", 0.05)
+
+
+def all_current(status: HeadStatus) -> bool:
+    return all(replica.current for replica in status.replicas)
+
+
+async def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven_and_can_be_taken_back(
+    tmp_path: Path,
+) -> None:
+    early, late = Drafter(), Drafter()
+    async with rig_of(tmp_path, [early]) as rig:
+        assert rig.loop.demand == "texts"
+        status = await rig.until(lambda now: now.changes, rig.ask)
+        assert status.changes[0].what in ("head", "full")
+        assert {point.action for point in status.history} == {"skip", status.changes[0].what}
+        assert [(kind.variant, kind.share, kind.other) for kind in status.kinds] == [(1, YOUNG_SHARE, 0)]
+        await rig.serve(late)
+        await rig.until(lambda now: len(now.replicas) == 2 and all_current(now))
+        assert early.live.hash == late.live.hash == status.weights_hash
+        assert early.live.version == late.live.version == status.version
+        tensor = early.live.tensors[variant_name(1, "lm_head.weight")]
+        assert torch.equal(tensor, FIRST.tensors["lm_head.weight"] + 1)
+        status = await rig.until(lambda now: len(now.changes) > 1, lambda: rig.ask((30.0, 20.0)))
+        assert (status.changes[1].what, status.kinds[0].share) == ("pays", PROVEN_SHARE)
+        assert status.good_version == status.version
+        assert early.parents == [0, early.live.version - 1]  # the routes alone were sent
+        assert await rig.loop.rollback(0) == status.version + 1
+        assert all_current(rig.status)
+        assert (rig.status.kinds[0].variant, rig.status.kinds[0].share) == (0, 0.0)
+        assert early.live.hash == late.live.hash == FIRST.hash
+
+
+async def test_a_variant_that_is_slower_drafts_for_no_more_than_its_first_share_and_is_taken_back(
+    tmp_path: Path,
+) -> None:
+    async with rig_of(tmp_path) as rig:
+        shares = set[float]()
+
+        def feed() -> None:
+            shares.update(kind.share for kind in rig.status.kinds)
+            rig.ask((12.0, 20.0))
+
+        status = await rig.until(lambda now: any(change.what == "loses" for change in now.changes), feed)
+        assert shares == {0.0, YOUNG_SHARE}
+        assert (status.reverts, status.kinds[0].share) == (1, 0.0)
+
+
+@pytest.mark.parametrize("learner", [Learner(after=2.0), Learner(error=FloatingPointError("not finite"))])
+async def test_an_update_that_held_out_texts_do_not_show_or_that_fails_is_thrown_away(
+    tmp_path: Path, learner: Learner
+) -> None:
+    async with rig_of(tmp_path, learner=learner) as rig:
+        status = await rig.until(lambda now: learner.updates and now.doing == "idle", rig.ask)
+        assert (status.changes, status.version) == ([], 0)
+        assert rig.drafters[0].live is FIRST
+
+
+async def test_accepted_length_that_falls_over_three_windows_brings_the_good_weights_back(tmp_path: Path) -> None:
+    async with rig_of(tmp_path, policy="full-only") as rig:
+        assert rig.loop.demand == "misses"
+        status = await rig.until(lambda now: now.version == 1 and all_current(now), lambda: rig.query(tau=4.0))
+        assert status.weights_hash == rig.drafters[0].live.hash != FIRST.hash
+        taus = (3.0 - 0.01 * number for number in itertools.count())
+        await rig.until(lambda now: now.reverts, lambda: rig.query(tau=next(taus)))
+        status = await rig.until(lambda now: now.changes[-1].what == "revert" and all_current(now))
+        assert all(action.value is None for action in status.actions)
+
+
+async def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(tmp_path: Path) -> None:
+    drafter = Drafter()
+    async with rig_of(tmp_path, [drafter], policy="always") as rig:
+        await rig.until(lambda now: now.version >= 2, rig.query)
+        rig.loop.pause(True)
+        before = await rig.until(lambda now: now.doing == "idle")
+        await rig.stop()
+        drafter.live = FIRST  # restarted, too
+        await rig.restart()
+        after = rig.status
+        assert (after.version, after.weights_hash, after.paused) == (before.version, before.weights_hash, True)
+        assert (after.queries, after.events, after.changes) == (before.queries, before.events, before.changes)
+        assert (after.history, after.versions) == (before.history, before.versions)
+        assert drafter.live.hash == before.weights_hash
+        await rig.stop()
+        newest = tmp_path / f"version-{after.version:08d}.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+        await rig.restart()
+        again = await rig.until(all_current)
+        assert again.version > after.version  # earlier values under a new number
+        assert again.weights_hash != after.weights_hash
+        await rig.stop()
+        (tmp_path / FILE).write_bytes(b"{")
+        await rig.restart()
+        empty = await rig.until(all_current)
+        assert (empty.queries, empty.paused) == (0, False)
+        # The number that the drafter has for the weights is one of theirs.
+        known = again.version
+        await rig.until(lambda now: now.version > known, lambda: rig.query(known))
+
+
+async def test_a_loop_that_is_killed_leaves_drafters_that_the_next_one_takes_up(tmp_path: Path) -> None:
+    drafter, newest = Drafter(), 0
+    async with rig_of(tmp_path, [drafter], policy="always") as rig:
+        for _ in range(5):
+            await rig.until(lambda now, newest=newest: now.version > newest, rig.query)  # type: ignore[misc]
+            await rig.kill()  # nothing is saved
+            assert drafter.live.version >= newest
+            newest = drafter.live.version
+            await rig.restart()
+            status = await rig.until(all_current)
+            assert status.weights_hash == drafter.live.hash
+
+
+async def test_operators_pause_resume_and_roll_back(tmp_path: Path) -> None:
+    async with rig_of(tmp_path, policy="always") as rig:
+        await rig.until(lambda now: now.version >= 2, rig.query)
+        rig.loop.pause(True)
+        status = await rig.until(lambda now: now.doing == "idle")
+        for _ in range(5):
+            rig.query()
+        assert (rig.loop.demand, rig.status.queries) == ("", status.queries + 5)
+        assert (rig.status.version, rig.status.events) == (status.version, status.events)
+        assert await rig.loop.rollback(0) == status.version + 1
+        assert rig.drafters[0].live.hash == FIRST.hash
+        with pytest.raises(InvalidField, match="77 is not there; there are 0, 1"):
+            await rig.loop.rollback(77)
+        rig.loop.pause(False)
+        await rig.until(lambda now: now.version > status.version + 1, rig.query)
+        await rig.until(lambda now: now.doing == "idle")
+        rolling = asyncio.create_task(rig.loop.rollback(None))
+        await asyncio.sleep(0)
+        with pytest.raises(StaleFence, match="work under way"):
+            await rig.loop.rollback(None)
+        assert await rolling == rig.status.version
+
+
+async def test_nothing_is_pushed_or_saved_while_the_lease_is_not_its_own(tmp_path: Path) -> None:
+    async with rig_of(tmp_path, policy="always") as rig:
+        await rig.until(lambda now: now.version == 1, rig.query)
+        await rig.until(lambda now: now.doing == "idle")
+        rig.active = False
+        files = rig.files
+        for _ in range(10):
+            rig.query()
+            await asyncio.sleep(0.02)
+        assert rig.status.doing == STANDING_BY
+        assert (rig.drafters[0].live.version, rig.files) == (1, files)
+        rig.active = True
+        await rig.until(lambda now: now.version > 1, rig.query)
+
+
+async def test_weights_that_somebody_else_pushed_are_replaced(tmp_path: Path) -> None:
+    drafter = Drafter()
+    async with rig_of(tmp_path, [drafter]) as rig:
+        drafter.live = FIRST.changed({"fc.weight": torch.full((4,), 7.0)}, 40)
+        status = await rig.until(lambda now: now.version > 40 and all_current(now))
+        assert status.weights_hash == drafter.live.hash == FIRST.hash
+
+
+async def test_a_replica_that_the_directory_names_no_more_is_forgotten(tmp_path: Path) -> None:
+    async with rig_of(tmp_path, [Drafter(), Drafter()]) as rig:
+        gone = rig.addresses.pop()
+        await rig.until(lambda now: [replica.address for replica in now.replicas] == rig.addresses)
+        rig.addresses.append(gone)
+        await rig.until(lambda now: len(now.replicas) == 2 and all_current(now))
+
+
+async def test_versions_that_drafters_make_up_are_remembered_by_nobody(tmp_path: Path) -> None:
+    """Neither in what the adapter shows nor in what it keeps, where they would take the place of true ones."""
+    wild = Drafter(FIRST.changed({}, MAX_VERSION_STEP + 1))
+    async with rig_of(tmp_path, [Drafter(), wild]) as rig:
+        for version in range(20):
+            rig.query((1 << 52) + version)
+        rig.query(0)
+        assert [(version.version, version.queries) for version in rig.status.versions] == [(0, 1)]
+        assert {point.version for point in rig.status.history} == {0, None}
+        assert sorted(replica.reachable for replica in rig.status.replicas) == [False, True]
+        assert rig.loop.state.newest == 0
+        await rig.stop()
+        assert str(1 << 52)[:10] not in (tmp_path / FILE).read_text()
+
+
+async def test_a_drafter_that_is_always_ahead_is_left_alone(tmp_path: Path) -> None:
+    """The others keep the numbers that they have, and get their updates."""
+    liar, honest = Liar(FIRST.changed({"fc.weight": torch.zeros(4)}, 40)), Drafter()
+    async with rig_of(tmp_path, [liar, honest], policy="always") as rig:
+        silent = lambda now: [replica.reachable for replica in now.replicas].count(False) == 1  # noqa: E731
+        before = await rig.until(silent)
+        assert 1 <= len(liar.parents) <= MOST_AHEAD
+        pushes = len(liar.parents)
+        await rig.until(lambda now: now.version > before.version and honest.live.version == now.version, rig.query)
+        assert len(liar.parents) == pushes
