@@ -12,7 +12,7 @@ import structlog
 
 from coppice.errors import InvalidField
 from coppice.rpc.tracing import Facts, current
-from coppice.speculation.tree import DraftTree, IntArray, paths
+from coppice.speculation.tree import DraftTree, paths
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.wire.verifier import SessionOpened
@@ -138,60 +138,46 @@ class Output:
 def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
     """The tree that a step verified, for people to look at, then those that lost the routing to it."""
     tree, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
-    chosen = replace(
-        _step_tree(step, tree, routed, verdict.accepted, piece),
-        cut=tuple(sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))),
-        draft_ns=step.draft_ns,
-        verify_ns=step.transport_ns + verdict.timings.total_ns,
-    )
-    trees = [chosen]
+    made: dict[tuple[int, ...], tuple[int, int]] = {}
+    for head, draft in enumerate(step.drafts):
+        for path, forward in zip(paths(draft.tree), made_by(draft.tree, draft.deltas), strict=True):
+            first, owners = made.get(path, (forward, 0))
+            made[path] = first, owners | 1 << head
+
+    def picture(tree: DraftTree, head: int, accepted: Sequence[int]) -> StepTree:
+        makers = [made[path] for path in paths(tree)]
+        return StepTree(
+            root=step.root,
+            tokens=tuple(tree.tokens.tolist()),
+            parents=tuple(tree.parents.tolist()),
+            log_probs=tuple(tree.log_probs.tolist()),
+            forwards=tuple(forward for forward, _ in makers),
+            pieces=tuple(piece(token) for token in tree.tokens.tolist()),
+            accepted=tuple(accepted),
+            root_piece=piece(step.root),
+            owners=tuple(owners for _, owners in makers),
+            routed=head,
+        )
+
+    cut = sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))
+    verify_ns = step.transport_ns + verdict.timings.total_ns
+    chosen = picture(tree, routed, verdict.accepted)
+    trees = [replace(chosen, cut=tuple(cut), draft_ns=step.draft_ns, verify_ns=verify_ns)]
     for at, draft in enumerate(step.drafts):
         if len(draft.scored) and 0 <= routed != at:
             right = np.flatnonzero(outcomes(draft.scored, step.offered)[1]) + 1
-            trees.append(_step_tree(step, draft.scored, at, right.tolist(), piece))
+            trees.append(picture(draft.scored, at, right.tolist()))
     return trees
 
 
-def _step_tree(
-    step: Step, tree: DraftTree, routed: int, accepted: Sequence[int], piece: Callable[[int], str]
-) -> StepTree:
-    forwards, owners = makers(tree, [(draft.tree, made_by(draft.tree, draft.deltas)) for draft in step.drafts])
-    return StepTree(
-        root=step.root,
-        tokens=tuple(tree.tokens.tolist()),
-        parents=tuple(tree.parents.tolist()),
-        log_probs=tuple(tree.log_probs.tolist()),
-        forwards=forwards,
-        pieces=tuple(piece(token) for token in tree.tokens.tolist()),
-        accepted=tuple(accepted),
-        root_piece=piece(step.root),
-        owners=owners,
-        routed=routed,
-    )
-
-
-def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
-    """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
+def made_by(tree: DraftTree, deltas: Sequence[int]) -> list[int]:
+    """Which forward of its drafter made each of the n nodes, from 1; `deltas` are the sizes of what was sent, in order.
 
     A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
     """
     if len(deltas) < 2:
-        return tree.depths()[1:]
-    return np.repeat(np.arange(1, len(deltas) + 1), deltas)
-
-
-def makers(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which forward of its drafter made each node, and which heads drafted it as bits: bit h is head h.
-
-    `drafts` are the heads' trees and `made_by` of their nodes. What several heads drafted has the first one's forward.
-    """
-    made: dict[tuple[int, ...], tuple[int, int]] = {}
-    for head, (drafted, forwards) in enumerate(drafts):
-        for path, forward in zip(paths(drafted), forwards.tolist(), strict=True):
-            first, owners = made.get(path, (forward, 0))
-            made[path] = first, owners | 1 << head
-    found = [made[path] for path in paths(tree)]
-    return tuple(forward for forward, _ in found), tuple(owners for _, owners in found)
+        return tree.depths()[1:].tolist()  # type: ignore[no-any-return]
+    return [forward for forward, size in enumerate(deltas, 1) for _ in range(size)]
 
 
 class Account:

@@ -109,20 +109,6 @@ class Gain:
         return (weight * first + self.total) / (weight + self.steps)
 
 
-@dataclass(slots=True)
-class StepSeen:
-    """What a step came to.
-
-    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head had to prefill, so
-    that the step's time says nothing of later ones.
-    """
-
-    seconds: float
-    rows_s: float
-    accepted: int
-    opening: bool = False
-
-
 class Text:
     """One request as `auto` knows it: its arms, and what they gained in it."""
 
@@ -161,7 +147,8 @@ class Rates:
         """of an arm in greedy and in sampled texts"""
         self.rounds: defaultdict[tuple[str, bool], float] = defaultdict(float)
         """that an arm was played for; the steps of all texts under way make a round"""
-        self._arm = PLAIN
+        self.arm = PLAIN
+        """that all texts play"""
         self._steps = 0
         self._chosen_until = 0  # the step at which the arm is chosen anew
         self._rest = 0  # rounds that the arm is still played for in any case
@@ -177,8 +164,8 @@ class Rates:
         if self._steps >= self._chosen_until:
             self._choose(text, hint)
             self._chosen_until = self._steps + len(self.texts)
-        text.arm, text.hint = self._arm, hint
-        return text.arms[self._arm]
+        text.arm, text.hint = self.arm, hint
+        return text.arms[self.arm]
 
     def end(self, text: Text) -> None:
         """A text ends, or never began."""
@@ -186,26 +173,25 @@ class Rates:
             self.texts.remove(text)
             self.load = len(self.texts).bit_length()
 
-    def soon(self, text: Text) -> tuple[int, ...]:
-        """The heads that a text which begins will probably ask."""
-        return text.arms[self._arm].heads
+    def observe(self, text: Text, seconds: float, rows_s: float, accepted: int, opening: bool = False) -> None:
+        """Take in what the step of the last decision came to.
 
-    def observe(self, text: Text, step: StepSeen) -> None:
-        """Take in what the step of the last decision came to."""
+        rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head had to prefill,
+        so that the step's time says nothing of later ones.
+        """
         text.steps += 1
         self._steps += 1
-        load, plain_s = self.load, step.seconds - step.rows_s
         if text.arm == PLAIN:
-            self.plain.see(load, plain_s)
+            self.plain.see(self.load, seconds - rows_s)
             return
         key = text.keys[text.arm]
         self.rounds[key] += 1 / max(1, len(self.texts))
-        if step.opening:
+        if opening:
             return
-        extra_s = max(0.0, step.seconds - (self.plain.at(load) or step.seconds))
-        self.extra[key[0]].see(load, extra_s, step.seconds - extra_s)
+        extra_s = max(0.0, seconds - (self.plain.at(self.load) or seconds))
+        self.extra[key[0]].see(self.load, extra_s, seconds - extra_s)
         if text.hint != 0:  # else all of it was left out, which says nothing of other loads
-            self.gained(text, text.arm, step.accepted)
+            self.gained(text, text.arm, accepted)
 
     def gained(self, text: Text, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
@@ -215,11 +201,11 @@ class Rates:
     def _choose(self, text: Text, hint: int | None) -> None:
         """Choose the arm of the next round. text: any of those under way."""
         if self.plain.count(self.load) < PLAIN_STEPS:
-            self._arm = PLAIN
+            self.arm = PLAIN
             return
         new = [name for name in text.arms if name != PLAIN and self._is_new(name)] if hint != 0 else []
         if new:
-            self._arm = self._arm if self._arm in new else new[0]
+            self.arm = self.arm if self.arm in new else new[0]
             return
         if self._rest:
             self._rest -= 1
@@ -229,8 +215,8 @@ class Rates:
         if hint == 0:
             arms = arms[:1] if self._hinted else arms[1:]
         best = max(arms, key=self.rate)
-        if best != self._arm:
-            self._arm, self._rest = best, RUN - 1
+        if best != self.arm:
+            self.arm, self._rest = best, RUN - 1
 
     def _is_new(self, name: str) -> bool:
         """Whether an arm was not played long enough, in greedy or in sampled texts as they are under way."""
@@ -285,7 +271,7 @@ class AutoPolicy(StepPolicy):
     @property
     def soon(self) -> Sequence[int]:
         """The heads of what is played now."""
-        return self._rates.soon(self._text)
+        return self._text.arms[self._rates.arm].heads
 
     def budget(self, most: int, hint: int | None) -> int:
         """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
@@ -296,9 +282,7 @@ class AutoPolicy(StepPolicy):
         verdict = step.verdict
         times = verdict.timings
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
-        self._rates.observe(
-            self._text, StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
-        )
+        self._rates.observe(self._text, step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
         self._learns = len(self._arm.heads) > 1
         self._metrics.auto_choices.labels(self._arm.name).inc()
 

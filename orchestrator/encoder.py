@@ -132,11 +132,6 @@ class TextCodec:
         return ids
 
 
-def no_room(tokens: int, context: int) -> InvalidField:
-    """The refusal of a prompt that fills the context."""
-    return InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
-
-
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
 ANSWER_S = 5.0  # for an exchange with a process, and _ANSWER_S_A_MIB more for each MiB of the question
 TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
@@ -187,7 +182,7 @@ class Encoder:
             except TimeoutError:
                 raise InvalidField("chat.messages", "this target's chat template does not end") from None
         if len(ids) >= self._most_ids:
-            raise no_room(len(ids), self._most_ids)
+            raise InvalidField("prompt", f"{len(ids)} tokens leave no room in a context of {self._most_ids}")
         return ids
 
     def _check_length(self, chars: int) -> None:
@@ -245,17 +240,14 @@ class _Process:
 
     async def _answer(self, question: bytes) -> bytes:
         async with self._exchanging:
-            try:
-                return await self._exchange(question)
-            except (OSError, EOFError):  # it was killed, or hangs
-                await self.stop()
-            try:
-                return await self._exchange(question)
-            except (OSError, EOFError) as error:
-                await self.stop()
-                if isinstance(error, TimeoutError):
-                    raise
-                raise Unavailable("the tokenizer's process ended") from None
+            for is_last in (False, True):
+                try:
+                    return await self._exchange(question)
+                except (OSError, EOFError) as error:  # it was killed, or hangs
+                    await self.stop()
+                    if is_last and isinstance(error, TimeoutError):
+                        raise
+            raise Unavailable("the tokenizer's process ended")
 
     async def _exchange(self, question: bytes) -> bytes:
         process = await self.start()

@@ -27,7 +27,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
 from .answer import Account, Output
 from .auto import AutoPolicy, Rates, Text
-from .encoder import Encoder, TextCodec, no_room
+from .encoder import Encoder, TextCodec
 from .heads import HeadPool, HeadSession, feature_layers
 from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
 from .metrics import OrchestratorMetrics
@@ -200,11 +200,7 @@ class GenerationServicer:
         return StepPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
 
     def _opening(
-        self,
-        request: GenerationRequest,
-        session: str,
-        prompt_tokens: int,
-        layers: tuple[int, ...],
+        self, request: GenerationRequest, session: str, prompt_tokens: int, layers: tuple[int, ...]
     ) -> OpenSession:
         """A request's session with a verifier."""
         return OpenSession(
@@ -262,7 +258,7 @@ class GenerationServicer:
         room = self.target.max_len - prompt_tokens
         new = min(request.max_new_tokens or min(NEW_TOKENS, self.settings.limits.max_new_tokens), room)
         if room <= 0:
-            raise no_room(prompt_tokens, self.target.max_len)
+            raise InvalidField("prompt", f"{prompt_tokens} tokens leave no room in a context of {self.target.max_len}")
         if len(request.resume_ids) > new:
             raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
         budget = settings.budget if request.budget is None else request.budget

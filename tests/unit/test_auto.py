@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrator.auto import LEARN, RETRY, RUN, Rates, StepSeen, Text
+from orchestrator.auto import LEARN, RETRY, RUN, Rates, Text
 from tests.worlds import TUNING, World, against, held_out, play
 
-PLAIN_STEP = StepSeen(0.013, 0.0, accepted=0)
+Observed = tuple[float, float, int]
+PLAIN_STEP: Observed = 0.013, 0.0, 0
 
 
-def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
+def drafting(accepted: int, draft_s: float = 0.003) -> Observed:
     """A step whose nodes took a millisecond of its forward."""
-    return StepSeen(0.014 + draft_s, 0.001, accepted)
+    return 0.014 + draft_s, 0.001, accepted
 
 
 def live(rates: Rates, text: Text, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
@@ -25,19 +26,18 @@ def live(rates: Rates, text: Text, gains: dict[str, int], steps: int, hint: int 
     for _ in range(steps):
         arm = rates.decide(text, hint)
         chosen.append(arm.name)
-        rates.observe(text, PLAIN_STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0)))
+        rates.observe(text, *(PLAIN_STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0))))
         for at in arm.heads if len(arm.heads) > 1 else ():
             head = f"single:{arm.policy.heads[at]}"
             rates.gained(text, head, gains.get(head, 0))
     return chosen
 
 
-def step_together(rates: Rates, texts: Sequence[Text], accepted: int, seconds: float | None = None) -> str:
+def step_together(rates: Rates, texts: Sequence[Text], accepted: int) -> str:
     """One step of several texts; returns the arm that all of them play."""
     (name,) = {rates.decide(text, None).name for text in texts}
     for text in texts:
-        seen = PLAIN_STEP if name == "plain" else drafting(accepted)
-        rates.observe(text, seen if seconds is None or name == "plain" else replace(seen, seconds=seconds))
+        rates.observe(text, *(PLAIN_STEP if name == "plain" else drafting(accepted)))
     return name
 
 
@@ -110,8 +110,7 @@ def test_slow_first_plain_steps_do_not_make_a_useless_head_look_free() -> None:
         name = rates.decide(text, None).name
         slow = 5.0 if chosen.count("plain") < 3 else 1.0
         chosen.append(name)
-        plain = replace(PLAIN_STEP, seconds=slow * PLAIN_STEP.seconds)
-        rates.observe(text, plain if name == "plain" else drafting(0))
+        rates.observe(text, *((slow * PLAIN_STEP[0], 0.0, 0) if name == "plain" else drafting(0)))
     assert chosen[60:].count("single:a") < 0.1 * len(chosen[60:])
 
 
@@ -145,7 +144,7 @@ def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what
         name = rates.decide(text, None).name
         chosen.append(name)
         cold = drafting(3, 0.5 if chosen.count(name) <= 2 else 0.003)
-        rates.observe(text, {"plain": PLAIN_STEP, "single:cold": cold}.get(name, drafting(0, 0.02)))
+        rates.observe(text, *{"plain": PLAIN_STEP, "single:cold": cold}.get(name, drafting(0, 0.02)))
     assert chosen[20:].count("single:cold") > 30
     assert LEARN <= chosen.count("single:slow") < 3 * LEARN
 

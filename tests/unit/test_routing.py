@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.speculation.policy import mean_confidence, route
-from coppice.speculation.tree import DraftTree
+from coppice.speculation.policy import UNION, Choice, mean_confidence, route
+from coppice.speculation.tree import DraftTree, prune, union
+from coppice.wire.common import Fence
+from coppice.wire.verifier import Verdict, VerifyTimings
+from orchestrator.answer import step_trees
+from orchestrator.heads import Draft
 from orchestrator.outcomes import Calibration, FloatArray, outcomes, step_log_probs
+from orchestrator.step import Step
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
 STEPS = 2_000
@@ -132,3 +137,20 @@ def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
                 text_at(tree, parent) == text[: len(spelled) - 1] and len(spelled) <= len(text)
             )
             assert accepted[node - 1] == (spelled == text[: len(spelled)])
+
+
+def test_a_node_is_known_by_the_forward_and_the_heads_that_made_it() -> None:
+    streamed = DraftTree(np.array([5, 6, 7, 8]), np.array([0, 1, 1, 2]), np.zeros(4, np.float32))
+    at_once = DraftTree(np.array([5, 9, 4]), np.array([0, 1, 2]), np.zeros(3, np.float32))
+    drafts = [Draft(tree=streamed, scored=streamed, deltas=[1, 3]), Draft(tree=at_once, scored=at_once, deltas=[3])]
+
+    def made(tree: DraftTree, routed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        step = Step(1, None, drafts, choice=Choice(tree, routed))
+        step.verdict = Verdict(Fence(1, 1, 0), (), None, VerifyTimings())
+        return [(one.forwards, one.owners) for one in step_trees(step, str)]
+
+    lost = (1, 2, 3), (0b11, 0b10, 0b10)
+    assert made(streamed, 0) == [((1, 2, 2, 2), (0b11, 0b01, 0b01, 0b01)), lost]
+    assert made(prune(streamed, 2)[0], 0) == [((1, 2), (0b11, 0b01)), lost]
+    ((_, owners),) = made(union([streamed, at_once]), UNION)
+    assert owners == (0b11, 1, 1, 1, 0b11, 2, 2)

@@ -14,7 +14,6 @@ from coppice.speculation.tree import (
     union,
     validate,
 )
-from orchestrator.answer import made_by, makers
 from tests import reference
 from tests.reference import EFFORT, random_tree, text_at
 
@@ -148,13 +147,3 @@ def test_nonsense_is_refused_with_its_reason_and_field(
 
 def test_rounding_above_zero_or_above_the_parent_is_accepted() -> None:
     validate(DraftTree.chain([1, 2], [1e-6, 2e-6]), VOCAB)
-
-
-def test_a_node_is_known_by_the_forward_and_the_heads_that_made_it() -> None:
-    streamed = DraftTree(np.array([5, 6, 7, 8]), np.array([0, 1, 1, 2]), np.zeros(4, np.float32))
-    at_once = DraftTree(np.array([5, 9, 4]), np.array([0, 1, 2]), np.zeros(3, np.float32))
-    drafts = [(streamed, made_by(streamed, [1, 3])), (at_once, made_by(at_once, [3]))]
-    assert makers(streamed, drafts) == ((1, 2, 2, 2), (0b11, 0b01, 0b01, 0b01))
-    assert makers(at_once, drafts) == ((1, 2, 3), (0b11, 0b10, 0b10))
-    assert makers(prune(streamed, 2)[0], drafts) == ((1, 2), (0b11, 0b01))
-    assert makers(union([streamed, at_once]), drafts)[1] == (0b11, 1, 1, 1, 0b11, 2, 2)
