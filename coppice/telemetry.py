@@ -106,11 +106,6 @@ def scrape(address: str, timeout_s: float = SCRAPE_S) -> list[Sample]:
         raise OSError(f"no metrics page: {error}") from None
 
 
-def head_of(sample: Sample) -> str:
-    """The head, or the pool, that a sample is about; empty: none."""
-    return sample.labels.get("head") or sample.labels.get("pool") or ""
-
-
 def metric(address: str, name: str) -> float:
     """The sum over all labels of a metric at HOST:PORT; 0 when there is none of that name. Raises OSError."""
     return sum(sample.value for sample in scrape(address) if sample.name == name)

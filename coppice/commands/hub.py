@@ -28,29 +28,22 @@ def _fetch(model: str, revision: str | None) -> Path:
     """The folder of a snapshot; what the cache lacks of it is downloaded, with progress on stderr."""
     if load_settings([]).server.production:
         raise InvalidField("MODEL", f"{model} is no folder, and in production (server.production) nothing is fetched")
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors, snapshot_download
 
     hub = constants.ENDPOINT
     try:
         fetched = snapshot_download(
             model, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
         )
-    except HFValidationError:
+    except errors.HFValidationError:
         why = "is neither a folder nor a name such as Qwen/Qwen3-8B"
-    except GatedRepoError:
+    except errors.GatedRepoError:
         why = f"is for those whom its owner grants access at {hub}; HF_TOKEN says who you are"
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         why = f"is no folder, and no model at {hub} that you may read (HF_TOKEN says who you are)"
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise InvalidField("revision", f"{model} has no revision {revision}") from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         why = f"is no folder, the cache does not hold it whole, and {hub} does not answer"
     except Exception as error:  # of its HTTP client, which is not the same in all versions, and of the disk
         why = f"could not be fetched from {hub}: {' '.join(str(error).split())}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Event, Thread
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,13 +21,15 @@ from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
 from coppice.stack.launch import Stack
 from coppice.stack.spec import DEFAULT_PORT, HeadSpec
-from coppice.telemetry import head_of, scrape
+from coppice.telemetry import scrape
 
 LOOK_S, WINDOW_S, ANSWER_S = 1.0, 10.0, 1.0
 """time between two looks, time that rates are of, and how long a page may take"""
 
 Page = dict[tuple[str, str], float]
 """the values of one page by metric and head (or pool), each the sum over all other labels"""
+Figures = dict[tuple[str, str], list[float]]
+"""the same of several pages, a value a page"""
 
 ALARMS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("coppice_head_suspect", lambda value: value > 0, "{} drafts far below what is expected of it"),
@@ -61,12 +62,12 @@ def show(addresses: Sequence[str]) -> None:
 
 
 class Monitor:
-    """The pages of a deployment, now and some seconds ago."""
+    """What a deployment's pages say, now and some seconds ago."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """`addresses`: HOST:PORT of each page, of orchestrators and adapters."""
         self._addresses = addresses
-        self._looks: deque[tuple[float, dict[str, Page]]] = deque()
+        self._looks: deque[tuple[float, Figures]] = deque()
         self.silent: list[str] = []
         """addresses that left the latest look unanswered"""
 
@@ -75,13 +76,17 @@ class Monitor:
         now = time.monotonic()
         if self._looks and now - self._looks[-1][0] < 0.9 * LOOK_S:
             return
-        pages, self.silent = {}, []
+        figures: Figures = defaultdict(list)
+        self.silent = []
         for address in self._addresses:
             try:
-                pages[address] = read(address)
+                page = read(address)
             except OSError:
                 self.silent.append(address)
-        self._looks.append((now, pages))
+            else:
+                for key, value in page.items():
+                    figures[key].append(value)
+        self._looks.append((now, figures))
         while now - self._looks[0][0] > WINDOW_S:
             self._looks.popleft()
 
@@ -127,22 +132,16 @@ class Monitor:
 
     def _labels(self, metric: str) -> list[str]:
         """The heads (or pools) that a metric has values of now, in the order of the pages."""
-        _, pages = self._looks[-1]
-        return list(dict.fromkeys(label for page in pages.values() for name, label in page if name == metric))
+        return [label for name, label in self._looks[-1][1] if name == metric]
 
     def _values(self, metric: str, label: str = "") -> list[float]:
         """What each page says now."""
-        _, pages = self._looks[-1]
-        return [page[metric, label] for page in pages.values() if (metric, label) in page]
+        return self._looks[-1][1].get((metric, label), [])
 
     def _grown(self, metric: str, label: str = "") -> float:
-        """By how much a counter grew in the window; one that began anew meanwhile counts from 0."""
-        (_, first), (_, last) = self._looks[0], self._looks[-1]
-        grown = 0.0
-        for address, page in last.items():
-            now, before = page.get((metric, label), 0.0), first.get(address, page).get((metric, label), 0.0)
-            grown += now - before if now >= before else now
-        return grown
+        """By how much a counter grew in the window; where one began anew meanwhile, they count from 0."""
+        before, now = (sum(look[1].get((metric, label), [])) for look in (self._looks[0], self._looks[-1]))
+        return now - before if now >= before else now
 
     def _rate(self, metric: str) -> float:
         seconds = self._looks[-1][0] - self._looks[0][0]
@@ -158,10 +157,9 @@ def read(address: str) -> Page:
     """The page at HOST:PORT. Raises OSError."""
     page: Page = {}
     for sample in scrape(address, ANSWER_S):
-        labels = sample.labels
-        label = head_of(sample)
+        label = sample.labels.get("head") or sample.labels.get("pool") or ""
         if sample.name == "coppice_model_info":
-            label = f"{labels['model_name']}, {labels['dtype']}"
+            label = f"{sample.labels['model_name']}, {sample.labels['dtype']}"
         page[sample.name, label] = page.get((sample.name, label), 0.0) + sample.value
     return page
 
@@ -169,49 +167,28 @@ def read(address: str) -> Page:
 POLL_S = 0.2
 
 
-class ServiceLines:
-    """A line for each service that runs, while a block starts or stops a stack: live on a terminal, elsewhere one is
-    printed for each thing that a service begins to do.
-    """
+@contextmanager
+def service_lines(console: Console, stack: Stack) -> Iterator[None]:
+    """Print a line for each thing that a service begins to do, while a block starts or stops a stack."""
+    ended = Event()
+    latest = {name: state[0] for name, process in stack.processes.items() if (state := process.state)}
 
-    def __init__(self, console: Console, stack: Stack) -> None:
-        self._console, self._stack, self._ended = console, stack, Event()
-        self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-        self._said = self._states()
-        self._thread = Thread(target=self._show, name="service lines", daemon=True)
+    def show() -> None:
+        last = False
+        while not last:
+            last = ended.wait(POLL_S)
+            for name, process in list(stack.processes.items()):
+                if (state := process.state) and latest.get(name) != state[0]:
+                    latest[name] = state[0]
+                    console.print(f"{name}: {state[0]}, {state[1]:.1f} s", highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-        if self._live:
-            self._live.stop()
-
-    def _states(self) -> dict[str, tuple[str, float]]:
-        """What each service does, and the seconds that it took so far."""
-        return {name: state for name, process in self._stack.processes.items() if (state := process.state)}
-
-    def _show(self) -> None:
-        while True:
-            last = self._ended.wait(POLL_S)
-            states = self._states()
-            if self._live:
-                table = Table.grid(padding=(0, 2))
-                for name, (doing, seconds) in states.items():
-                    table.add_row(name, doing, f"{seconds:.1f} s")
-                self._live.update(table, refresh=True)
-            else:
-                for name, (doing, seconds) in states.items():
-                    if self._said.get(name, ("", 0))[0] != doing:
-                        self._console.print(f"{name}: {doing}, {seconds:.1f} s", highlight=False, soft_wrap=True)
-            self._said = states
-            if last:
-                return
+    thread = Thread(target=show, name="service lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def services_table(stack: Stack) -> Table:

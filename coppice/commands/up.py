@@ -121,7 +121,7 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
     """Start a stack, keep it whole until Ctrl-C or SIGTERM, and stop it. Raises what Stack and Supervisor do."""
     from rich.console import Console
 
-    from coppice.commands.top import ServiceLines
+    from coppice.commands.top import facts, service_lines, services_table
     from coppice.stack.launch import ANSWERS_S
     from coppice.stack.preflight import target_warnings
     from coppice.stack.process import ProcessFailed
@@ -132,17 +132,18 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
             _partial(ready_file).touch()  # an impossible path is known before anything loads
         for warning in target_warnings(stack.spec.target):
             print(f"coppice: {warning}", file=sys.stderr)
-        with ServiceLines(console, stack):
+        with service_lines(console, stack):
             stack.start()
-        _announce(stack, console, logs_stay)
-        _write(stack, ready_file)
+        console.print(services_table(stack))
+        for line in facts(stack, logs_stay):
+            console.print(line, soft_wrap=True, highlight=False)
         _watch(stack, console, ready_file)
     except KeyboardInterrupt:
         names = ", ".join(stack.processes)
         line = f"stopping {names}; answers that are running have {ANSWERS_S} s to end"
         console.print(line, highlight=False, soft_wrap=True)
     finally:
-        with ServiceLines(console, stack):
+        with service_lines(console, stack):
             stack.stop()
         if ready_file:
             ready_file.unlink(missing_ok=True)
@@ -153,6 +154,7 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
 
 def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
     """Start again what dies, for ever; on a terminal a panel shows meanwhile what the stack does."""
+    import json
     from contextlib import nullcontext
 
     from rich.live import Live
@@ -161,33 +163,17 @@ def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
     from coppice.stack.supervisor import Supervisor
 
     supervisor = Supervisor(stack, lambda line: print(f"coppice: {line}", file=sys.stderr, flush=True))
-    monitor = Monitor(metrics_pages(stack))
+    monitor, changed = Monitor(metrics_pages(stack)), True
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:
         while True:
+            if ready_file and changed:  # with new process ids; the file is whole at any moment
+                _partial(ready_file).write_text(json.dumps(stack.to_json()), encoding="utf-8")
+                _partial(ready_file).replace(ready_file)
             time.sleep(WATCH_S)
-            if supervisor.look():
-                _write(stack, ready_file)  # with new process ids
+            changed = supervisor.look()
             if live:
                 monitor.look()
                 live.update(monitor.panel(), refresh=True)
-
-
-def _announce(stack: "Stack", console: "Console", logs_stay: bool) -> None:
-    """Say what runs where, and what to type next."""
-    from coppice.commands.top import facts, services_table
-
-    console.print(services_table(stack))
-    for line in facts(stack, logs_stay):
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def _write(stack: "Stack", ready_file: Path | None) -> None:
-    """Write the ready file, whole at any moment."""
-    import json
-
-    if ready_file:
-        _partial(ready_file).write_text(json.dumps(stack.to_json()), encoding="utf-8")
-        _partial(ready_file).replace(ready_file)
 
 
 def _partial(ready_file: Path) -> Path:

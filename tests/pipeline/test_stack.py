@@ -20,7 +20,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from coppice.commands.top import ServiceLines
+from coppice.commands.top import service_lines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch
@@ -233,7 +233,7 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkey
     with Stack(spec, FAKES) as stack:
         pid = stack.services["verifier"].pid
         time.sleep(0.5)  # until it has installed its handler
-        with ServiceLines(console, stack):
+        with service_lines(console, stack):
             stack.stop()
     assert "verifier: stopping, " in console.file.getvalue()  # type: ignore[attr-defined]
     assert stack.unclean == ["verifier"]
