@@ -52,15 +52,17 @@ _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of our own layout: the kind
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 """what config.json of the kinds that are written in their authors' layouts says instead"""
-_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark"}
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
-_FEATURES = "eagle_aux_hidden_state_layer_ids"
+_SPELLINGS = {
+    "eagle_aux_hidden_state_layer_ids": "feature_layers",
+    "enable_confidence_head": "confidence",
+    "confidence_head_with_markov": "confidence_with_markov",
+}
+_CAUSAL = {"is_causal": "causal", "causal_head": "causal"}
+"""what layouts call our fields; the second table those of vLLM and of JetSpec for a block of masks"""
 _NEVER_FALSE = ("is_causal", "use_aux_hidden_state")
 _HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_NEVER_FALSE}
 """flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
-_CAUSAL = ("is_causal", "causal", "causal_head")
-"""the spellings of one flag: of vLLM and of z-lab, and JetSpec's"""
-_CONFIDENCE = {"enable_confidence_head": "confidence", "confidence_head_with_markov": "confidence_with_markov"}
 _SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "markov_head_type": ("vanilla",),
@@ -161,54 +163,59 @@ def kind_in(folder: str | Path) -> str:
 
 
 def _announced(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the kind of head that a folder's config.json announces, and what it says of the head."""
-    config = _read_config(folder)
+    """Return the kind of head that a folder's config.json announces, and what it says of the head by our names."""
+    config, file = _read_config(folder), folder / CONFIG
     if kind := config.get(_KIND):
         return kind, _present(config)
-    speculators = "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ())
-    inner = config.get("transformer_layer_config") if speculators else config.get("eagle_config") or {}
-    _check_twice(
-        folder / CONFIG, config, {**(inner if isinstance(inner, dict) else {}), "feature_layers": config.get(_FEATURES)}
-    )
-    if config.get("speculators_model_type", "eagle3") != "eagle3" if speculators else _is_masked(config):
-        return _announced_masks(config, speculators)
-    if not isinstance(inner, dict):
-        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-    pairs = (*inner.items(), *config.items())
-    fields = {name: value for name, value in pairs if value is not None or name in _NULLABLE}
-    fields |= {"num_hidden_layers": 1} if speculators else {}
-    fields |= {"feature_layers": fields[_FEATURES]} if _FEATURES in fields else {}
-    return "specblock" if "diffspec_draft_token_num" in config else "eagle3", fields
+    published = ""
+    if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
+        published, nested = config.get("speculators_model_type", "eagle3"), "transformer_layer_config"
+        if published not in ("eagle3", "dflash", "dspark"):
+            raise InvalidField(_PATH, f"speculators_model_type is {published!r}; there are eagle3, dflash and dspark")
+    else:
+        nested = "dflash_config" if "dflash_config" in config else "eagle_config"
+    inner = config.get(nested) if published else config.get(nested) or {}
+    if not isinstance(inner, Mapping):
+        raise InvalidField(_PATH, f"{file} has no JSON object {nested}")
+    zlab = nested == "dflash_config" or config.get("projector_type") == "dspark"
+    masked = published != "eagle3" if published else zlab or config.get("markov_rank") is not None
+    values = _merged(file, _SPELLINGS | _CAUSAL if masked else _SPELLINGS, config, inner)
+    if masked:
+        return _masked_fields(values, published, "dflash_config" in config)
+    if published:
+        values["num_hidden_layers"] = 1
+    return "specblock" if "diffspec_draft_token_num" in config else "eagle3", values
 
 
-def _check_twice(file: Path, config: Mapping[str, Any], again: Mapping[str, Any]) -> None:
-    """Raise InvalidField for a field of heads that config.json and a part of it give different values."""
-    for name in sorted(again.keys() & config.keys() & HeadConfig.model_fields.keys()):
-        if None not in (config[name], again[name]) and config[name] != again[name]:
-            raise InvalidField(_PATH, f"{file} contradicts itself: {name} is {config[name]} and {again[name]}")
+def _present(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
 
 
-def _is_masked(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json that is not speculators' is of a head that fills a block of masks."""
-    markov = config.get("markov_rank") is not None
-    return markov or "dflash_config" in config or config.get("projector_type") == "dspark"
+def _merged(file: Path, spellings: Mapping[str, str], *parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the parts of a config.json say, by our names, the first one that says it.
+
+    Raises InvalidField for a field of heads that two parts, or two spellings, give different values.
+    """
+    fields = {name for config, _ in SHAPES.values() for name in config.model_fields}
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for part in parts:
+        for name, value in _present(part).items():
+            field = spellings.get(name, name)
+            if field not in values:
+                values[field], names[field] = value, name
+            elif field in fields and values[field] != value:
+                both = f"{names[field]} is {values[field]}, {name} is {value}"
+                raise InvalidField(_PATH, f"{file} contradicts itself: {both}")
+    return values
 
 
-def _announced_masks(config: Mapping[str, Any], speculators: bool) -> tuple[str, dict[str, Any]]:
+def _masked_fields(values: Mapping[str, Any], published: str, zlab: bool) -> tuple[str, dict[str, Any]]:
     """Return the kind and the fields of a head that fills a block of masks. Raises InvalidField.
 
-    SpecForge puts a DSpark head's fields into z-lab's dflash_config. They mean there what they mean to DeepSpec.
+    `published` is what speculators calls the kind, else "". SpecForge puts a DSpark head's fields into z-lab's
+    dflash_config. They mean there what they mean to DeepSpec.
     """
-    values = _flat(config)
-    deepspec = bool(values.get("markov_rank")) or values.get("projector_type") == "dspark"
-    anchored = deepspec or ("markov_rank" in values and "dflash_config" not in config)
-    if speculators:
-        nested, model = values.get("transformer_layer_config"), values.get("speculators_model_type")
-        if model not in ("dflash", "dspark"):
-            raise InvalidField(_PATH, f"speculators_model_type is {model!r}; there are eagle3, dflash and dspark")
-        if not isinstance(nested, Mapping):
-            raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-        anchored, values = model == "dspark", _present(nested) | values
     for name in ("mask_token_id", "block_size"):
         if name not in values:
             raise InvalidField(_PATH, f"config.json: {name} is missing")
@@ -217,36 +224,12 @@ def _announced_masks(config: Mapping[str, Any], speculators: bool) -> tuple[str,
             raise InvalidField(_PATH, f"config.json: {name} {values[name]!r} is not served")
     if any(layer != "full_attention" for layer in values.get("layer_types", ())):
         raise InvalidField(_PATH, f"config.json: layer_types {values['layer_types']}: only full_attention is served")
-    causal = _causal(values)
-    fields = {"qk_norm": True, "sample_from_anchor": anchored}
-    fields |= {_CONFIDENCE.get(name, name): value for name, value in values.items() if name not in _CAUSAL}
-    fields |= {"feature_layers": _feature_layers(values, speculators), "causal": causal}
-    return "dspark" if values.get("markov_rank") else "jetspec" if causal else "dflash", fields
-
-
-def _present(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if value is not None}
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given, in dflash_config or beside it. Raises InvalidField when both say different things."""
-    inner = config.get("dflash_config") or {}
-    if not isinstance(inner, Mapping):
-        raise InvalidField(_PATH, "config.json: dflash_config is no JSON object")
-    values = _present(config)
-    for name, value in _present(inner).items():
-        if values.setdefault(name, value) != value:
-            raise InvalidField(_PATH, f"config.json contradicts itself: {name} is {values[name]} and {value}")
-    return values
-
-
-def _causal(values: Mapping[str, Any]) -> bool:
-    """Return whether the block is causal. Raises InvalidField when two spellings say different things."""
-    spelt = {name: bool(values[name]) for name in _CAUSAL if name in values}
-    if len(set(spelt.values())) > 1:
-        both = ", ".join(f"{name} is {value}" for name, value in spelt.items())
-        raise InvalidField(_PATH, f"config.json contradicts itself: {both}")
-    return any(spelt.values())
+    markov, causal = bool(values.get("markov_rank")), bool(values.get("causal"))
+    deepspec = markov or values.get("projector_type") == "dspark" or ("markov_rank" in values and not zlab)
+    anchored = published == "dspark" if published else deepspec
+    fields = {"qk_norm": True, "sample_from_anchor": anchored, **values, "causal": causal}
+    fields["feature_layers"] = _feature_layers(values, bool(published))
+    return "dspark" if markov else "jetspec" if causal else "dflash", fields
 
 
 def _feature_layers(given: Mapping[str, Any], speculators: bool) -> list[int]:
@@ -265,12 +248,10 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     path = Path(folder)
     model = read_head(path)
     if (has := model.config.kind) != kind:
-        titles = _TITLES.get(has, has), _TITLES.get(kind, kind)
-        raise InvalidField(_PATH, f"{folder} is a {titles[0]} checkpoint, not one of {titles[1]}")
+        raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {has}, not {kind}")
     loaded = _for_target(path, model, read_target(target))
     if not model.own_output:
-        draft_ids = torch.arange(model.config.draft_vocab_size) + model.d2t
-        model.lm_head.weight = read_output(target)[draft_ids].float()
+        model.lm_head.weight = read_output(target)[model.target_ids].float()
     return loaded
 
 
@@ -286,19 +267,19 @@ def read_head(folder: Path) -> Any:
         model: Any = build(config)
     except KeyError as error:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
-    embedding, known = tensors.pop(_EMBEDDING, None), tensors.pop("t2d", None)
-    output = None if model.own_output else tensors.pop(_LM_HEAD, None)
+    expected, known = public_state(model, config), tensors.pop("t2d", None)
+    if _EMBEDDING in tensors:
+        expected[_EMBEDDING] = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+    if own_output := _LM_HEAD in tensors and not model.own_output:
+        expected[_LM_HEAD] = model.lm_head.weight
     _add_d2t(tensors, folder, config)
-    _check(tensors, public_state(model, config), folder / WEIGHTS)
-    if output is not None:
-        _check({_LM_HEAD: output}, {_LM_HEAD: model.lm_head.weight}, folder / WEIGHTS)
-        model.lm_head.weight, model.own_output = output.float(), True
-    model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
+    _check(tensors, expected, folder / WEIGHTS)
     _check_ids(tensors["d2t"], known, config, folder / WEIGHTS)
-    if embedding is not None:
-        like = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-        _check({_EMBEDDING: embedding}, {_EMBEDDING: like}, folder / WEIGHTS)
-        model.own_embedding = embedding.float()
+    model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
+    if _EMBEDDING in tensors:
+        model.own_embedding = tensors[_EMBEDDING].float()
+    if own_output:
+        model.lm_head.weight, model.own_output = tensors[_LM_HEAD].float(), True
     return model.float()
 
 

@@ -170,7 +170,7 @@ def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
         ("eagle3", put("d2t", torch.full((DRAFT,), VOCAB)), "d2t does not name 40 ids of 96"),
         ("specblock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
         ("specblock", dropped("shift_proj.0.weight"), "shift_proj.0.weight is missing"),
-        ("speculators", dropped("transformer_layer_config"), "no transformer_layer_config"),
+        ("speculators", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
         (
             "speculators",
             put("eagle_aux_hidden_state_layer_ids", [2, 4, 8]),
@@ -216,9 +216,9 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", eagle3())
     with pytest.raises(InvalidField, match=r"drafter\.target"):
         load_head("eagle3", folder, tmp_path)
-    with pytest.raises(InvalidField, match="is a EAGLE-3 checkpoint, not one of SpecBlock"):
+    with pytest.raises(InvalidField, match="is a checkpoint of kind eagle3, not specblock"):
         load_head("specblock", folder, target)
-    with pytest.raises(InvalidField, match="is a SpecBlock checkpoint"):
+    with pytest.raises(InvalidField, match="is a checkpoint of kind specblock"):
         load_head("eagle3", written(tmp_path / "other", specblock()), target)
 
 
@@ -253,9 +253,9 @@ def test_what_does_not_fit_a_layout_of_our_own_is_named(kind: Any, target: Path,
         load_head(kind, written(tmp_path / "rows", (config | {"block_size": 0}, tensors)), target)
     with pytest.raises(InvalidField, match="'hydra' is no kind of head with weights that is installed; there are spec"):
         load_head(kind, written(tmp_path / "hydra", (config | {"coppice_head": "hydra"}, tensors)), target)
-    with pytest.raises(InvalidField, match="checkpoint, not one of EAGLE-3"):
+    with pytest.raises(InvalidField, match="not eagle3"):
         load_head("eagle3", folder, target)
-    with pytest.raises(InvalidField, match="is a EAGLE-3 checkpoint, not one of"):
+    with pytest.raises(InvalidField, match="is a checkpoint of kind eagle3, not"):
         load_head(kind, written(tmp_path / "eagle", eagle3()), target)
     if kind != "dspark":
         with pytest.raises(InvalidField, match=f"is a {kind} head; adapted are"):
