@@ -139,7 +139,7 @@ class Calibration:
 class AcceptanceWatch:
     """A sequential test of whether a head drafts far below what it was trained to, as one that was loaded wrongly does:
     every text is right, only slow. The share of right tokens is compared with that which the head's folder expects
-    (coppice/heads/models/expectation.py).
+    (coppice/config/model.py).
 
     It is an e-process: a bet against "the head is right at least as often as expected", which wins only if it is not.
 

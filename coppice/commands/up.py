@@ -64,8 +64,8 @@ def up(
     A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored.
     """
     from coppice.commands.hub import find_model
+    from coppice.config.model import warning_of
     from coppice.config.sections import HEAD_KINDS
-    from coppice.heads.models.expectation import warning_of
     from coppice.stack.launch import Stack
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
 

@@ -8,15 +8,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil, prod
+from operator import mul
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
-from coppice.limits import MAX_STOP_IDS, MAX_TOKEN_ID, check_count
+from coppice.limits import MAX_STOP_IDS, MAX_TOKEN_ID, MAX_TREE_DEPTH, check_count
 
 GIB = 2**30
+ACCEPTANCE = "acceptance"
 RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
 KV_SHARE, LEAST_KV = 0.5, 1024
@@ -263,3 +268,45 @@ def _kv(config: dict[str, Any], each: int) -> tuple[int, int]:
         return int(2 * config["num_hidden_layers"] * kv_heads * dim) * each, kv_heads
     except (KeyError, TypeError, ZeroDivisionError):
         return 0, 0
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+LEAST_LENGTH = 1.1
+"""tokens a step below which no draft pays"""
+
+
+class Expectation(BaseModel):
+    """How often a head's best token is right at depth 1, 2, ... when the best ones before it were: `acceptance` in its
+    config.json, which training writes.
+
+    It is what the head reaches on the kind of text that it knows least of, so that no honest use falls below it for
+    long.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    by_depth: tuple[Share, ...] = Field((), max_length=MAX_TREE_DEPTH)
+    """at least, on every text that was measured"""
+    texts: dict[str, tuple[Share, ...]] = {}
+    """the shares measured on each kind of text"""
+
+    @property
+    def lengths(self) -> dict[str, float]:
+        """Tokens that a step commits with a chain of the head's best tokens, the root's included, by kind of text."""
+        return {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in self.texts.items()}
+
+
+def read_expectation(folder: str | Path) -> Expectation:
+    """Return what a model's folder expects, nothing if it does not say. Raises InvalidField."""
+    file = Path(folder) / CONFIG
+    try:
+        return Expectation.model_validate(json.loads(file.read_text(encoding="utf-8")).get(ACCEPTANCE) or {})
+    except (OSError, ValueError, ValidationError) as error:
+        raise InvalidField("drafter.path", f"{file}: {ACCEPTANCE}: {str(error).splitlines()[0]}") from None
+
+
+def warning_of(folder: Path) -> str:
+    """Return why not to serve a head; empty when it may pay, or its folder is not there. Raises InvalidField."""
+    lengths = read_expectation(folder).lengths.values() if (folder / CONFIG).exists() else ()
+    best = max(lengths, default=LEAST_LENGTH)
+    return "" if best >= LEAST_LENGTH else f"expected tau {best:.2f}: drafting with it costs time"

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
+from coppice.config.model import read_expectation
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import one_line
 from coppice.engine.engine import Context
@@ -27,7 +28,6 @@ from coppice.engine.loading import load_engine
 from coppice.engine.rows import Earlier, Piece, pack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
-from coppice.heads.models.expectation import read_expectation
 from coppice.heads.tree import Blocks, BlockTree, Ranking, row_slices
 from coppice.speculation.sampling import uniform
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft, vocabulary_hash

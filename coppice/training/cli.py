@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from coppice.config.model import read_expectation, warning_of
 from coppice.config.sections import FEATURE_KINDS
-from coppice.heads.models.expectation import read_expectation, warning_of
 from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.machine import extension, extensions
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, repeat, zip_longest
 from operator import mul
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coppice.config.model import Expectation
 from coppice.heads.checkpoints import MASKED_KINDS
 from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.training.answers import Answer
@@ -412,3 +413,38 @@ def measure(
         measured.append([])
         chain(student, text[None])
     return measured
+
+
+LEAST_TRIALS = 30
+"""of a depth on each kind of text: of deeper ones nothing is expected, and of a text with fewer its kind counts"""
+_Z = 2.58
+
+
+def expectation(measured: Mapping[str, Sequence[Counts]]) -> Expectation:
+    """Return what is expected of a head that was measured on some texts of each kind, a sequence of counts each.
+
+    Of each depth the least of all texts' shares (of those with LEAST_TRIALS) and of the lower ends of the kinds' 99%
+    intervals (Wilson, 1927), as deep as every kind was tried so often: texts of one kind differ, and a request is one.
+    """
+    kinds = {
+        kind: [_total(column) for column in zip_longest(*texts, fillvalue=(0, 0))] for kind, texts in measured.items()
+    }
+    by_depth = []
+    for depth, totals in enumerate(zip(*kinds.values(), strict=False)):
+        if min(tried for _, tried in totals) < LEAST_TRIALS:
+            break
+        counts = [text[depth] for texts in measured.values() for text in texts if depth < len(text)]
+        shares = [right / tried for right, tried in counts if tried >= LEAST_TRIALS]
+        by_depth.append(round(min(*shares, *(_lower_end(*total) for total in totals), 1.0), 4))
+    texts = {kind: tuple(round(right / tried, 4) for right, tried in totals if tried) for kind, totals in kinds.items()}
+    return Expectation(by_depth=tuple(by_depth), texts=texts)
+
+
+def _total(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    right, tried = zip(*counts, strict=True)
+    return sum(right), sum(tried)
+
+
+def _lower_end(right: int, tried: int) -> float:
+    share, z2 = right / tried, _Z * _Z / tried
+    return max(0.0, (share + z2 / 2 - math.sqrt(z2 * (share * (1 - share) + z2 / 4))) / (1 + z2))

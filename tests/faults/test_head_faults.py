@@ -24,10 +24,10 @@ from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import save_head
 from coppice.heads.models.block import Eagle3Config, Eagle3Model
-from coppice.heads.models.expectation import expectation
 from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.losses import expectation
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.heads import HeadPool

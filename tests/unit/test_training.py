@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from coppice.config.model import warning_of
 from coppice.errors import InvalidField
-from coppice.heads.models.expectation import warning_of
 from coppice.training import cli
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.data import MAX_EPOCHS, Domain, Reader, is_held_out, load_corpus, parse_spec, parse_specs

@@ -8,14 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.config.model import Expectation, read_expectation
 from coppice.errors import InvalidField
-from coppice.heads.models.expectation import (
-    LEAST_TRIALS,
-    Expectation,
-    expectation,
-    read_expectation,
-)
 from coppice.speculation.tree import DraftTree
+from coppice.training.losses import LEAST_TRIALS, expectation
 from orchestrator.outcomes import AcceptanceWatch, best_path
 
 

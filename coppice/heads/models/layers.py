@@ -28,8 +28,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice import limits
+from coppice.config.model import Expectation
 from coppice.errors import InvalidField
-from coppice.heads.models.expectation import Expectation
 
 Rope = tuple[Tensor, Tensor]
 """cosines and sines, (B, T, D) each"""
