@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import multiprocessing
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,41 +29,51 @@ EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed",
 _PROMPT, _NEW = 30, 24
 _ROUNDING = 2e-4  # share of the logits' spread by which the best of a row may be missed
 _LIMIT_S = 180.0
+COLUMNS = ("class", "verdict", "models", "why")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one tiny model; `why` is empty for an exact one that says what `generate` says."""
+    """What became of one tiny model; `reason` is empty for an exact one that says what `generate` says."""
 
     kind: str
     variant: str
     name: str
     """of the class"""
     verdict: str
-    why: str = ""
+    reason: str = ""
 
 
 def architectures(console: Console, table: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
     """Try every class, print a line for each and a table; whether none was wrong and none failed.
 
-    With `table` the rows are written there, as CSV. A run that was interrupted goes on from FILE.partial.
+    With `table` the rows are written there, as CSV.
     """
-    findings = {(one.kind, one.variant): one for one in _read(table)}
     wanted = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
+    findings = []
     for number, (kind, variant) in enumerate(wanted, 1):
-        if (kind, variant) not in findings:
-            one = findings[kind, variant] = try_one(kind, variant)
-            line = f"{number}/{len(wanted)} {kind} {variant}: {one.verdict} {one.why}"
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-            _keep(one, table)
-    results = [findings[key] for key in wanted]
-    console.print(_table(results))
-    console.print(_counts(results), highlight=False)
+        findings.append(finding := try_one(kind, variant))
+        line = f"{number}/{len(wanted)} {kind} {variant}: {finding.verdict} {finding.reason}"
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    by_class: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        models = by_class.setdefault((finding.name, finding.verdict, finding.reason), [])
+        models.append(f"{finding.kind} {finding.variant}".strip())
+    rows = [(name, verdict, ", ".join(models), reason) for (name, verdict, reason), models in by_class.items()]
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    verdicts, classes = (
+        Counter(f.verdict for f in findings),
+        Counter(verdict for _, verdict in {row[:2] for row in rows}),
+    )
+    counts = [f"{verdicts[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in verdicts]
+    console.print(", ".join(counts), highlight=False)
     if table:
         with table.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([("class", "verdict", "models", "why"), *_rows(results)])
-        _partial(table).unlink(missing_ok=True)
-    return not any(one.verdict in (WRONG, FAILED) for one in results)
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    return not any(finding.verdict in (WRONG, FAILED) for finding in findings)
 
 
 def try_one(kind: str, variant: str) -> Finding:
@@ -156,44 +165,3 @@ def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:
         engine.pool.compact([(table, base, path)])
         ids += [*(tokens[row] for row in path[1:]), int(best[path[-1]])]
     return ids[: len(guess)]
-
-
-def _partial(table: Path) -> Path:
-    return table.with_name(table.name + ".partial")
-
-
-def _read(table: Path | None) -> list[Finding]:
-    """What an interrupted run found."""
-    if table is None or not _partial(table).exists():
-        return []
-    return [Finding(**json.loads(line)) for line in _partial(table).read_text(encoding="utf-8").splitlines()]
-
-
-def _keep(one: Finding, table: Path | None) -> None:
-    if table:
-        with _partial(table).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(one)) + "\n")
-
-
-def _rows(findings: Iterable[Finding]) -> list[tuple[str, str, str, str]]:
-    """(class, verdict, variants, reason) for each class, verdict and reason."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    for one in findings:
-        rows.setdefault((one.name, one.verdict, one.why), []).append(" ".join(filter(None, (one.kind, one.variant))))
-    return [(name, verdict, ", ".join(variants), why) for (name, verdict, why), variants in rows.items()]
-
-
-def _table(findings: Iterable[Finding]) -> Table:
-    table = Table("class", "verdict", "models", "why")
-    for row in _rows(findings):
-        table.add_row(*row)
-    return table
-
-
-def _counts(findings: Iterable[Finding]) -> str:
-    """One line: how many models and classes got each verdict."""
-    models, classes = Counter[str](), Counter[str]()
-    for name, verdict in {(one.name, one.verdict) for one in findings}:
-        classes[verdict] += bool(name)
-    models.update(one.verdict for one in findings)
-    return ", ".join(f"{models[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in models)

@@ -12,7 +12,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.training.progress import Progress
 
 if TYPE_CHECKING:
-    from coppice.testing.reference import Reference, Verdict
+    from coppice.testing.reference import Verdict
 
 K = TypeVar("K")
 Ids = tuple[int, ...]
@@ -57,7 +57,7 @@ def timed(ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress) -> 
 
 
 def judged(
-    reference: Reference,
+    reference: Any,
     asked: Asked,
     answers: Mapping[K, Sequence[Completion]],
     own: Sequence[Ids] | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,13 +16,12 @@ import typer
 
 from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
-from lab.measuring import Bench, measuring, reference_of, reporting, running
+from lab.measuring import Bench, ReferenceProcess, measuring, reporting, running
 from lab.options import ASKED, Options, command, numbers, read_methods, with_heads
 
 if TYPE_CHECKING:
-    from coppice.stack.spec import StackSpec
     from lab.report import Report
-    from lab.synthetic.measure import SyntheticPlan
+    from lab.synthetic import Plan
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
@@ -39,23 +38,18 @@ def demo(
     target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
     head: Heads = None,
     json_file: JsonFile = None,
-    svg: Annotated[Path | None, file("--svg", "Also save what is shown as a picture.")] = None,
 ) -> None:
     """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
     from rich.console import Console
 
     from lab.demo import demo as run
 
-    console = Console(record=svg is not None)
-    good = run(console, json_file, target, head)
-    if svg:
-        console.save_svg(str(svg), title="coppice demo")
-    raise typer.Exit(0 if good else 1)
+    raise typer.Exit(0 if run(Console(), json_file, target, head) else 1)
 
 
 @app.command()
 def architectures(
-    table: Annotated[Path | None, file("--table", "Write the rows to this CSV file; goes on after a stop.")] = None,
+    table: Annotated[Path | None, file("--table", "Write the rows to this CSV file.")] = None,
 ) -> None:
     """Try a tiny random model of every causal LM class: which does the engine serve?"""
     from rich.console import Console
@@ -119,7 +113,7 @@ def steps(options: Options) -> None:
     methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
     with tempfile.TemporaryDirectory() as folder, reporting("bench steps", spec, options) as report:
         with running(traced(spec, Path(folder)), report) as stack, Client(stack.address) as client:
-            run_steps(Bench(stack, client, report, options, reference_of(spec)), asked, methods)
+            run_steps(Bench(stack, client, report, options, ReferenceProcess(spec)), asked, methods)
         account(report, Path(folder), methods)
 
 
@@ -162,39 +156,34 @@ def run(options: Options) -> None:
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
     tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
     """
-    from lab.questions import read_all
+    from lab.questions import read_questions
     from lab.run import RunPlan, methods_of, run_methods
 
     spec = options.spec(options.shipped_heads())
     sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
     methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
     budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
-    asked, warm_up, left_out = read_all(options, spec)
+    asked, warm_up = read_questions(options, spec)
     plan = RunPlan(methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up))
     with measuring("bench run", spec, options) as bench:
-        if left_out:
-            bench.report.figures["left_out"] = left_out
         run_methods(bench, plan)
 
 
-@command(app, "what", "target", "head", "methods", "dtype", "plot", n=300)
+@command(app, "what", "target", "head", "methods", "dtype", n=300)
 def adapt(options: Options) -> None:
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
 
     Methods are policies of adaptation: never, paper, always, full-only, head-only and bandit.
     """
-    from lab.adapt.adapt import draw, lanes_of, report_lanes
-    from lab.adapt.lanes import run_lanes
+    from lab.adapt import lanes_of, report_lanes, run_lanes
 
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
         run_lanes(lanes, stream)
-        measured = report_lanes(lanes, stream, base, report)
-        if options.plot:
-            draw(measured, stream, options.plot)
+        report_lanes(lanes, stream, base, report)
 
 
-@command(paper, "target", "heads", "prompts", "category", "chat", "skip_long", "budget", n=12, max_new_tokens=96)
+@command(paper, "target", "heads", "prompts", "category", "chat", "budget", n=12, max_new_tokens=96)
 def rank(options: Options) -> None:
     """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
     from lab.paper.rank import run_rank
@@ -206,16 +195,17 @@ def rank(options: Options) -> None:
         run_rank(spec, report, asked, options.max_new_tokens, options.budget)
 
 
-SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype", "cache")
+SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype")
 
 
-@command(app, *SHAPED, "pipeline", budget=60)
+@command(app, *SHAPED, budget=60)
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
-    from lab.synthetic.measure import run_synthetic
+    from lab.synthetic import run_synthetic
 
-    with shaped("bench synthetic", options) as (spec, plan, report):
-        run_synthetic(spec, plan, report, options)
+    with shaped("bench synthetic", options) as (plan, report):
+        assumed = {"shape": options.shape, "profile_name": options.profile, "budget": options.budget}
+        run_synthetic(plan, report, assumed)
 
 
 @command(app, *SHAPED, shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
@@ -224,29 +214,24 @@ def gpu(options: Options) -> None:
 
     Weights are random. transformers decodes in the same run, with a cache of fixed size.
     """
-    from lab.synthetic.roofline import run_gpu
+    from lab.synthetic import run_gpu
 
-    with shaped("bench gpu", options) as (spec, plan, report):
-        run_gpu(spec, plan, report)
+    with shaped("bench gpu", options) as (plan, report):
+        run_gpu(plan, report)
 
 
 @contextmanager
-def shaped(name: str, options: Options) -> Iterator[tuple[StackSpec, SyntheticPlan, Report]]:
+def shaped(name: str, options: Options) -> Iterator[tuple[Plan, Report]]:
     """A target and heads of a shape with random weights, what is measured of them, and a report: see `reporting`."""
     from coppice.machine import default_dtype
-    from coppice.stack.spec import StackSpec
     from coppice.training.trainer import usable_device
-    from lab.synthetic.measure import SyntheticPlan, room
-    from lab.synthetic.profiles import read_profile
-    from lab.synthetic.shapes import make_weights, read_shape
+    from lab.synthetic import Plan, make_weights, read_profile, read_shape
 
     usable_device(options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
     vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
-    plan = SyntheticPlan(sessions, options.budget, alphas, vocab_size)
-    with ExitStack() as ended:
-        folder = options.cache or Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
-        target, heads = make_weights(folder, config, kinds, dtype, options.device, 0)
-        spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=room())  # type: ignore[arg-type]
-        yield spec, plan, ended.enter_context(reporting(name, spec, options))
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        spec = make_weights(Path(folder), config, kinds, dtype, options.device)
+        with reporting(name, spec, options) as report:
+            yield Plan(spec, sessions, options.budget, alphas, vocab_size), report

@@ -25,11 +25,10 @@ from coppice.machine import usable_cores
 from coppice.prompts.files import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.redis_server import find_server
-from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
 from lab.asking import GREEDY, Ask, asking, judged, timed
-from lab.measuring import clean_check, reference_of, report_of
+from lab.measuring import ReferenceProcess, clean_check, report_of
 from lab.report import HF_GENERATE, Report, exactness_checks, make_row
 
 NEW_TOKENS = 64
@@ -61,7 +60,7 @@ def demo(
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
-    with Stack(spec) as stack, Client(stack.address) as client, reference_of(spec) as reference:
+    with Stack(spec) as stack, Client(stack.address) as client, ReferenceProcess(spec) as reference:
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
         ready = stack.services.get(ADAPTER)
@@ -99,7 +98,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     return completion
 
 
-def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: Reference) -> Report:
+def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: ReferenceProcess) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
     Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
     report = report_of("demo", stack.spec)
@@ -114,5 +113,5 @@ def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], refere
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
     rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
     report.add_methods(rows)
-    report.checks = exactness_checks([row.to_json() for row in rows], report.dtype, NEW_TOKENS)
+    report.checks = exactness_checks(rows, report.dtype, NEW_TOKENS)
     return report

@@ -13,10 +13,11 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product, starmap
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from coppice.machine import usable_cores
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
-from coppice.testing.reference import Reference
 from lab.report import Check, Report
 
 VERIFIERS = ORCHESTRATORS = 2
@@ -48,7 +48,7 @@ SAMPLINGS = (
 BUDGETS, SESSIONS = {"float32": (8, 60), "bfloat16": (0, 1, 8, 31)}, (8, 1)
 _KILLED = ("drafter", "verifier", "orchestrator")
 KILL_EVERY_S = 3.0
-_LEAST_HAPPENED, _HAPPENS_S = len(_KILLED), 600.0
+LEAST_HAPPENED, _HAPPENS_S = len(_KILLED), 600.0
 
 Ids = tuple[int, ...]
 Question = tuple[Ids, SamplingParams]
@@ -70,31 +70,21 @@ class Way:
         return f"{self.method}{budget} sessions={self.sessions}" + (f", {self.during}" if self.during else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What one way said: how many ids, their hash, and where it first left what was expected."""
-
-    way: str
-    ids: int
-    sha256: str
-    happened: int
-    """kills or weight syncs meanwhile"""
-    difference: str = ""
-    compared: int = 0
-    """ids up to the difference, that one included"""
+Line = dict[str, Any]
+"""what a way said: its name, how many ids, their sha256, how often kills and weight syncs happened meanwhile, and the
+difference, where it first left what was expected"""
 
 
 def two_of_each(spec: StackSpec) -> StackSpec:
     """The same stack with verifiers and orchestrators that take one another's place."""
-    threads = max(1, usable_cores() // VERIFIERS)
-    settings = {
-        "verifiers": VERIFIERS,
-        "orchestrators": ORCHESTRATORS,
-        "verifier_threads": threads,
-        "drafter_threads": 1,
-    }
-    extra = {} if spec.dtype == "float32" else {"verifier": {"verifier.invariant": True}}
-    return replace(spec, **settings, extra=extra)  # type: ignore[arg-type]
+    return replace(
+        spec,
+        verifiers=VERIFIERS,
+        orchestrators=ORCHESTRATORS,
+        verifier_threads=max(1, usable_cores() // VERIFIERS),
+        drafter_threads=1,
+        extra={} if spec.dtype == "float32" else {"verifier": {"verifier.invariant": True}},
+    )
 
 
 def ways_of(methods: Sequence[str], dtype: str) -> tuple[list[Way], list[Way]]:
@@ -116,29 +106,24 @@ def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Questio
     return asked
 
 
-def sha256(answers: Iterable[Ids]) -> str:
-    """Of all ids, eight bytes each, every answer behind its length."""
-    digest = hashlib.sha256()
-    for ids in answers:
-        digest.update(np.array([len(ids), *ids], "<i8").tobytes())
-    return digest.hexdigest()
-
-
 def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], happened: int = 0) -> Line:
-    """The line of a way; an answer that is text is the error that it failed with."""
-    whole, compared = [ids for ids in answers if not isinstance(ids, str)], 0
-    line = (way, sum(map(len, whole)), sha256(whole), happened)
+    """The line of a way; an answer that is text is the error that it failed with.
+
+    The hash is of all ids, eight bytes each, every answer behind its length.
+    """
+    whole = [ids for ids in answers if not isinstance(ids, str)]
+    digest = hashlib.sha256(b"".join(np.array([len(ids), *ids], "<i8").tobytes() for ids in whole))
+    line = {"way": way, "ids": sum(map(len, whole)), "sha256": digest.hexdigest(), "happened": happened}
     for number, (expected_ids, ids) in enumerate(zip(expected, answers, strict=True)):
         if isinstance(ids, str):
-            return Line(*line, f"prompt {number} failed: {ids}", compared + 1)
-        for position, (one, other) in enumerate(itertools.zip_longest(expected_ids, ids)):
-            compared += 1
-            if one != other:
-                return Line(*line, f"prompt {number}, token {position}: {other} instead of {one}", compared)
-    return Line(*line)
+            return line | {"difference": f"prompt {number} failed: {ids}"}
+        for position, (right, other) in enumerate(itertools.zip_longest(expected_ids, ids)):
+            if right != other:
+                return line | {"difference": f"prompt {number}, token {position}: {other} instead of {right}"}
+    return line | {"difference": ""}
 
 
-def drawn_by(reference: Reference, question: Question, ids: Ids | str) -> Ids | None:
+def drawn_by(reference: Any, question: Question, ids: Ids | str) -> Ids | None:
     """What transformers draws along an answer; None where rounding may decide a token of it."""
     drawn, margin = ([], MARGIN) if isinstance(ids, str) else reference.redraw(question[0], ids, question[1])
     return tuple(drawn) if margin >= MARGIN else None
@@ -207,7 +192,7 @@ class Identity:
         self.expected: list[Ids] = []
         self.lines: list[Line] = []
 
-    def begin(self, stack: Stack, reference: Reference, count: int, dtype: str) -> None:
+    def begin(self, stack: Stack, reference: Any, count: int, dtype: str) -> None:
         """Ask plain decoding, and keep `count` of the questions; in float32 of those that rounding does not decide."""
         if dtype != "float32":
             self.asked, alone = self.asked[:count], Way("plain", None, 1)
@@ -230,21 +215,27 @@ class Identity:
             while True:
                 answers = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
                 line = compare(str(way), self.expected, answers, happened())
-                if line.difference or not way.during or line.happened >= _LEAST_HAPPENED or time.monotonic() > until:
+                if (
+                    line["difference"]
+                    or not way.during
+                    or line["happened"] >= LEAST_HAPPENED
+                    or time.monotonic() > until
+                ):
                     return line
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
-        note = f"FAILED {line.difference}" if line.difference else f"{line.happened} times" if line.happened else ""
-        self.show(f"{line.sha256}  {line.ids} ids  {line.way}  {note}".rstrip())
+        times = f"{line['happened']} times" if line["happened"] else ""
+        note = f"FAILED {line['difference']}" if line["difference"] else times
+        self.show(f"{line['sha256']}  {line['ids']} ids  {line['way']}  {note}".rstrip())
 
     def report(self, report: Report, ids: int) -> None:
         """Add the lines, and checks that all are equal, long enough, and that what was to happen did."""
-        report.rows += [asdict(line) for line in self.lines]
-        differ = [line for line in self.lines if line.difference]
-        note = "; ".join(f"{line.way}: {line.difference}" for line in differ[:3])
-        report.checks.append(Check("ways that differ", len(differ), "0", not differ, note))
-        report.checks.append(Check.at_least("ids of a line", min(line.ids for line in self.lines), ids, weak=True))
-        idle = [line.way for line in self.lines if line.way.endswith(MEANWHILE) and line.happened < _LEAST_HAPPENED]
+        report.rows += self.lines
+        differ = [f"{line['way']}: {line['difference']}" for line in self.lines if line["difference"]]
+        report.checks.append(Check("ways that differ", len(differ), "0", not differ, "; ".join(differ[:3])))
+        report.checks.append(Check.at_least("ids of a line", min(line["ids"] for line in self.lines), ids, weak=True))
+        beside = [line for line in self.lines if line["way"].endswith(MEANWHILE)]
+        idle = [line["way"] for line in beside if line["happened"] < LEAST_HAPPENED]
         note = ", ".join(idle)
         report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, note, weak=True))

@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer import Option
 
-from coppice.commands.options import Heads, JsonFile, folder, names, picture, split
+from coppice.commands.options import Heads, JsonFile, names, split
 from coppice.errors import InvalidField
 
 if TYPE_CHECKING:
     from coppice.stack.spec import HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
-ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
+ASKED = ("target", "heads", "prompts", "category", "chat", "dtype")
 """the options of commands that ask a stack"""
-TRAINED = ("dspark-code", "specblock-code", "eagle3-code")
-
-
 Target = Annotated[Path | None, Option(help="Model folder; default: the demo's target and heads.")]
 
 
@@ -48,7 +45,6 @@ class Options:
     warm_up: Annotated[int, Option(min=0, help="Prompts after --n that every method answers first, uncounted.")] = 0
     chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
-    skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts too long for the context.")] = False
     methods: Annotated[list[str] | None, names("Policies or head names; default: all of them.")] = None
     budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
@@ -74,11 +70,8 @@ class Options:
             "llama-3.1-8b-t1, qwen3-8b, qwen3-8b-t1."
         ),
     ] = "llama-3.1-8b"
-    pipeline: Annotated[bool, Option(help="Also time steps of the real services, at one session.")] = True
-    cache: Annotated[Path | None, folder("What is made is kept here, and used again.")] = None
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
-    plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
     json_file: JsonFile = None
 
     def spec(self, default: Sequence[str] = ()) -> StackSpec:

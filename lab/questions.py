@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from coppice.engine.engine import Context
 from coppice.errors import InvalidField
 from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
@@ -24,10 +23,10 @@ class Question:
 
     ids: tuple[int, ...]
     benchmark: str = ""
-    source: FilePrompt | None = None
     later: tuple[tuple[int, ...], ...] = ()
     """of a conversation: what stands between this answer and the next, and so on"""
-    turn: int = 0
+    name: str = ""
+    """its place for people"""
 
     def longest(self, new_tokens: int) -> int:
         """Tokens of the whole conversation, at most."""
@@ -36,62 +35,43 @@ class Question:
     def next(self, answer: Sequence[int]) -> Question:
         """The conversation's next question, behind the answer to this one."""
         between, *later = self.later
-        return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later), turn=self.turn + 1)
+        return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later))
 
 
 def prompt_ids(options: Options, spec: StackSpec) -> list[tuple[int, ...]]:
     """The ids of the prompts that are asked; of a conversation, of its first turn. Raises InvalidField."""
-    return [question.ids for question in read_all(options, spec)[0]]
+    return [question.ids for question in read_questions(options, spec)[0]]
 
 
-def read_all(options: Options, spec: StackSpec) -> tuple[list[Question], list[Question], list[str]]:
-    """See `read_questions`; those that are left out are named on stderr. Raises InvalidField."""
+def read_questions(options: Options, spec: StackSpec) -> tuple[list[Question], list[Question]]:
+    """Those that are asked, and those to warm up with.
+
+    Those that do not fit into the context with all their answers are left out, and named on stderr. Raises InvalidField
+    for a target without a chat template, and for too few questions.
+    """
     text = TargetText(spec.target)
     context = text.context(spec.settings().verifier.kv_tokens)
-    asked, warming, long = read_questions(options, text, context)
-    for line in long:
-        print(f"coppice: left out, a context holds {context}: {line}", file=sys.stderr)
-    return asked, warming, long
-
-
-def read_questions(
-    options: Options, text: TargetText, context: Context
-) -> tuple[list[Question], list[Question], list[str]]:
-    """Those that are asked, those to warm up with, and what is said of those that are too long and left out.
-
-    Raises InvalidField: for a target without a chat template, too few questions, and, unless they are to be left out,
-    those that do not fit into the context with all their answers, which it names.
-    """
     if options.chat and not text.has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
-    asked: list[Question] = []
-    warming: list[Question] = []
-    long: list[str] = []
+    asked, warming = list[Question](), list[Question]()
     names = benchmark_names(options.prompts) if options.prompts else ["prompts"]
-    number = options.n + options.warm_up
     for file, name in zip(options.prompts or (None,), names, strict=True):
         fit: list[Question] = []
-        before = len(long)
         for question in _questions(file, name, options, text):
-            if len(fit) + (0 if options.skip_long else len(long) - before) == number:
+            if len(fit) == options.n + options.warm_up:
                 break
-            tokens = question.longest(options.max_new_tokens)
-            if tokens <= context.tokens:
+            if (tokens := question.longest(options.max_new_tokens)) <= context.tokens:
                 fit.append(question)
             else:
-                long.append(f"{question.source.name if question.source else name}: {tokens} tokens")
-        if options.warm_up and len(fit) < number and (options.skip_long or not long):
-            reason = f"there are {len(fit)} prompts in {name}, too few for {options.n} and {options.warm_up} to warm up"
-            raise InvalidField("warm_up", f"{reason} with")
+                print(f"coppice: left out, {question.name}: {tokens} tokens of {context}", file=sys.stderr)
+        if len(fit) < max(options.n * bool(options.warm_up), 1) + options.warm_up:
+            wanted = f"{options.n} and {options.warm_up} to warm up with" if options.warm_up else "any"
+            raise InvalidField(
+                "prompts", f"{len(fit)} in {name} fit the category and the context, too few for {wanted}"
+            )
         asked += fit[: options.n]
         warming += fit[options.n :]
-    if long and not (asked and options.skip_long):
-        many = f"{len(long)} prompts do" if len(long) > 1 else "a prompt does"
-        reason = f"{many} not fit, with {options.max_new_tokens} new tokens an answer, into a context of {context}"
-        raise InvalidField("prompts", f"{reason}; --skip-long goes on without: {'; '.join(long)}")
-    if not asked:
-        raise InvalidField("category", f"no prompt is of {', '.join(options.category or ())}")
-    return asked, warming, long
+    return asked, warming
 
 
 def _questions(file: Path | None, name: str, options: Options, text: TargetText) -> Iterator[Question]:
@@ -102,32 +82,28 @@ def _questions(file: Path | None, name: str, options: Options, text: TargetText)
             continue
         benchmark = name if len(options.prompts or ()) > 1 else prompt.category or name
         if isinstance(prompt.prompt, tuple):
-            yield Question(prompt.prompt, benchmark, prompt)
+            yield Question(prompt.prompt, benchmark, name=prompt.name)
             continue
         turns = (prompt.prompt, *prompt.later)
         between = [
             text.encode_between(before, after, options.chat) for before, after in zip(turns, prompt.later, strict=False)
         ]
-        yield Question(text.encode(prompt.prompt, options.chat), benchmark, prompt, tuple(between))
+        yield Question(text.encode(prompt.prompt, options.chat), benchmark, tuple(between), prompt.name)
 
 
 def own_prompts(text: TargetText | ModelDescription, count: int, categories: Sequence[str] = ()) -> list[FilePrompt]:
     """`count` of Coppice's own prompts, of all categories in turn; random ids for a target without a tokenizer."""
     if text.has_tokenizer:
-        return spread([prompt for prompt in demo_prompts() if not categories or prompt.category in categories])[:count]
+        by_category: dict[str, list[FilePrompt]] = {}
+        for prompt in demo_prompts():
+            if not categories or prompt.category in categories:
+                by_category.setdefault(prompt.category, []).append(prompt)
+        return [prompt for turn in zip_longest(*by_category.values()) for prompt in turn if prompt is not None][:count]
     rng = random.Random(0)  # noqa: S311
     return [
         FilePrompt(tuple(rng.randrange(text.vocab_size) for _ in range(8 + 5 * number)), where=f"random {number + 1}")
         for number in range(count)
     ]
-
-
-def spread(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
-    """Prompts of all categories in turn."""
-    by_category: dict[str, list[FilePrompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    return [prompt for turn in zip_longest(*by_category.values()) for prompt in turn if prompt is not None]
 
 
 def benchmark_names(files: Sequence[Path]) -> list[str]:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,43 +23,8 @@ if TYPE_CHECKING:
 HF_GENERATE = "hf-generate"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One method's figures over all its prompts."""
-
-    method: str
-    heads: tuple[str, ...]
-    budget: int
-    sessions: int
-    prompts: int
-    tokens: int
-    tau: float
-    tokens_per_s: float
-    """Of all sessions; the prefill is left out."""
-    speedup: float = 0.0
-    """Over plain in the same run; 0 without plain."""
-    draft_share: float = 0.0
-    """Time that steps wait for drafts over the time of all steps."""
-    verified_nodes: float = 0.0
-    """Mean of a step."""
-    late_drafts: int = 0
-    repeat_share: float = 0.0
-    """Share of an answer's 4-grams that occurred in it before, mean over answers: loops flatter every drafter."""
-    identical: int = 0
-    """answers that are the reference's"""
-    ties: int = 0
-    """that differ from it by rounding alone"""
-    wrong: int = 0
-
-    @property
-    def verdicts(self) -> str:
-        """The answers by verdict, for tables."""
-        judged = self.identical + self.ties + self.wrong
-        return f"{self.identical}/{self.ties}/{self.wrong}" if judged else "-"
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as `--json` holds it."""
-        return asdict(self)
+Row = dict[str, Any]
+"""one method's figures over all its prompts, as `--json` holds them: see `make_row`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +44,6 @@ class Check:
     def failed(self) -> bool:
         """Whether the bound was missed by what was measured."""
         return not (self.ok or self.weak)
-
-    def to_json(self) -> dict[str, Any]:
-        """The check as `--json` holds it."""
-        return {key: getattr(self, key) for key in ("name", "value", "bound", "ok")}
 
     @classmethod
     def at_least(cls, name: str, value: float, bound: float, note: str = "", weak: bool = False) -> Check:
@@ -121,25 +82,25 @@ class Report:
 
     def add_methods(self, rows: Sequence[Row]) -> None:
         """Add a row for each method with its speedup over plain, and their table."""
-        rows = with_speedups(rows)
-        self.rows += (row.to_json() for row in rows)
-        peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
-        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
+        speeds = {row["method"]: row["tokens_per_s"] for row in rows}
+        plain, peer = speeds.get("plain"), speeds.get(HF_GENERATE)
+        self.rows += [row | {"speedup": row["tokens_per_s"] / plain if plain else 0.0} for row in rows]
         lines = [
             {
-                "method": row.method.removeprefix("single:"),
-                "budget": row.budget or None,
-                "tau": row.tau,
-                "drafts": row.tau - 1,
-                "tokens/s": row.tokens_per_s,
-                "x plain": row.speedup or None,
-                "x hf": row.tokens_per_s / peer if peer else None,
-                "draft": row.draft_share if row.heads else None,
-                "nodes": row.verified_nodes if row.heads else None,
-                "same/tie/wrong": row.verdicts,
+                "method": row["method"].removeprefix("single:"),
+                "budget": row["budget"] or None,
+                "tau": row["tau"],
+                "drafts": row["tau"] - 1,
+                "tokens/s": row["tokens_per_s"],
+                "x plain": row["tokens_per_s"] / plain if plain else None,
+                "x hf": row["tokens_per_s"] / peer if peer else None,
+                "draft": row["draft_share"] if row["heads"] else None,
+                "nodes": row["verified_nodes"] if row["heads"] else None,
+                "same/tie/wrong": verdicts_of(row),
             }
             for row in rows
         ]
+        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
         self.add_table(title, lines, {"draft": ".0%", "nodes": ".1f"})
 
     def add_table(
@@ -165,7 +126,7 @@ class Report:
             "dtype": self.dtype,
             "threads": self.threads,
             "rows": self.rows,
-            "checks": [check.to_json() for check in self.checks],
+            "checks": [{key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks],
             "ok": self.ok,
             "figures": self.figures,
         }
@@ -173,8 +134,7 @@ class Report:
     def write(self, file: Path) -> None:
         """Write the JSON object to a file."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_json(), indent=1, default=asdict)
-        file.write_text(text + "\n", encoding="utf-8")
+        file.write_text(json.dumps(self.to_json(), indent=1, default=asdict) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
         """Print the tables, the notes and the checks."""
@@ -216,44 +176,42 @@ def _cell(value: Any, form: str) -> str:
 def make_row(
     method: str, completions: Sequence[Completion], verdicts: Sequence[Verdict], budget: int, sessions: int = 1
 ) -> Row:
-    """One method's row. Raises ValueError without an answer."""
-    if not completions:
-        raise ValueError(f"{method} has no answers")
+    """One method's row."""
     steps = sum(answer.steps for answer in completions)
     behind_first = sum(sum(answer.accept_lengths) for answer in completions)
     decode_s = sum(answer.decode_s for answer in completions)
     step_ns = sum(sum(answer.timings.step_ns) for answer in completions)
     counts = Counter(verdicts)
-    return Row(
-        method=method,
-        heads=completions[0].heads,
-        budget=budget,
-        sessions=sessions,
-        prompts=len(completions),
-        tokens=sum(answer.new_tokens for answer in completions),
-        tau=behind_first / steps if steps else 1.0,
-        tokens_per_s=sessions * behind_first / decode_s if decode_s else 0.0,
-        draft_share=sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
-        verified_nodes=sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
-        late_drafts=sum(answer.late_drafts for answer in completions),
-        repeat_share=sum(repeat_share(answer.ids) for answer in completions) / len(completions),
-        identical=counts["identical"],
-        ties=counts["tie"],
-        wrong=counts["wrong"],
-    )
+    return {
+        "method": method,
+        "heads": completions[0].heads,
+        "budget": budget,
+        "sessions": sessions,
+        "prompts": len(completions),
+        "tokens": sum(answer.new_tokens for answer in completions),
+        "tau": behind_first / steps if steps else 1.0,
+        # Of all sessions; the prefill is left out.
+        "tokens_per_s": sessions * behind_first / decode_s if decode_s else 0.0,
+        "speedup": 0.0,
+        # Time that steps wait for drafts over the time of all steps.
+        "draft_share": sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
+        "verified_nodes": sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
+        "late_drafts": sum(answer.late_drafts for answer in completions),
+        "repeat_share": sum(repeat_share(answer.ids) for answer in completions) / len(completions),
+        "identical": counts["identical"],
+        "ties": counts["tie"],
+        "wrong": counts["wrong"],
+    }
 
 
-def with_speedups(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their speedup over plain; the answers are equally long, so speeds compare as times do."""
-    plain = next((row.tokens_per_s for row in rows if row.method == "plain"), 0.0)
-    return [replace(row, speedup=row.tokens_per_s / plain if plain else 0.0) for row in rows]
+def verdicts_of(row: Row) -> str:
+    """The answers that are the reference's, that differ from it by rounding alone, and that are wrong, for tables."""
+    counts = [row[name] for name in ("identical", "ties", "wrong")]
+    return "/".join(map(str, counts)) if any(counts) else "-"
 
 
-def exactness_checks(rows: Sequence[Mapping[str, Any]], dtype: str, tokens_each: int) -> list[Check]:
-    """Nothing wrong, in float32 no ties either; and whether that is enough evidence: long answers, accepted drafts.
-
-    rows: of methods, as `--json` holds them.
-    """
+def exactness_checks(rows: Sequence[Row], dtype: str, tokens_each: int) -> list[Check]:
+    """Nothing wrong, in float32 no ties either; and whether that is enough evidence: long answers, accepted drafts."""
     wrong, ties = sum(row["wrong"] for row in rows), sum(row["ties"] for row in rows)
     checks = [Check("wrong answers", wrong, "0", wrong == 0)]
     if dtype == "float32":

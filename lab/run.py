@@ -7,9 +7,8 @@ methods are compared within their cell, prompt by prompt.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -21,13 +20,13 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import Reference, Verdict
+from coppice.testing.reference import Verdict
 from coppice.training.progress import Progress
 from lab.asking import Ask, Asked, Ids, asking, in_turn, judged
 from lab.measuring import Bench
 from lab.options import read_methods
 from lab.questions import Question
-from lab.report import HF_GENERATE, exactness_checks, make_row, repeat_share
+from lab.report import HF_GENERATE, Row, exactness_checks, make_row, verdicts_of
 from lab.steps import costs, parts_of
 
 HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
@@ -42,10 +41,8 @@ DRAFTING: dict[str, tuple[dict[str, float], ...]] = {
 }
 """how much a peer drafts, in transformers' own words: the fastest on the first prompts is taken"""
 TUNING_PROMPTS = 2
-ALL, FEW_REPEATS = "all", "few_repeats"
-"""sets of answers that figures are given for, beside the benchmarks"""
-MAX_REPEAT = 0.5
-"""of an answer's 4-grams: above, it loops, and loops flatter every drafter"""
+ALL = "all"
+"""the set of all answers, beside the benchmarks"""
 RESAMPLES = 2000
 SEED = 1
 """of the keyed noise, and of the bootstrap"""
@@ -102,19 +99,19 @@ class Pairs:
     questions: Sequence[Question]
 
     def sets(self) -> dict[str, Pairs]:
-        """All answers, those of texts that no method repeats much in, and the benchmarks where there are several."""
-        places: dict[str, list[int]] = {ALL: list(range(len(self.questions))), FEW_REPEATS: []}
-        for at, several in enumerate(zip(*self.answers.values(), strict=True)):
-            if all(repeat_share(answer.ids) <= MAX_REPEAT for answer in several):
-                places[FEW_REPEATS].append(at)
+        """All answers, and the benchmarks where there are several."""
+        places = {ALL: list(range(len(self.questions)))}
         benchmarks = dict.fromkeys(question.benchmark for question in self.questions)
         for name in benchmarks if len(benchmarks) > 1 else ():
             places[name] = [at for at, question in enumerate(self.questions) if question.benchmark == name]
-        return {name: self._some(at) for name, at in places.items() if at}
-
-    def _some(self, places: Sequence[int]) -> Pairs:
-        answers = {method: [its[at] for at in places] for method, its in self.answers.items()}
-        return replace(self, answers=answers, questions=[self.questions[at] for at in places])
+        return {
+            name: Pairs(
+                self.cell,
+                {method: [its[at] for at in some] for method, its in self.answers.items()},
+                [self.questions[at] for at in some],
+            )
+            for name, some in places.items()
+        }
 
     def ratio(self, method: str, over: str) -> Ratio | None:
         """How much faster one method is than another, with a paired bootstrap; None without that other."""
@@ -143,21 +140,14 @@ class Pairs:
         reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
         return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
 
-    def chosen(self, method: str) -> dict[str, float]:
-        """Share of the steps that verified each head's tree; empty unless the method routes between heads."""
-        if not method.startswith("route"):
-            return {}
-        steps = Counter(at for answer in self.answers[method] for at in answer.routed)
-        return {head: steps[at] / steps.total() for at, head in enumerate(self.answers[method][0].heads)}
-
     def row(self, method: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         """A method's line of `--json` (docs/protocol.md)."""
         answers, cell = self.answers[method], self.cell
-        row = make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions)
         step = {} if method in PEERS else costs(method, answers)
         ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
         ratio = self.ratio(method, "plain")
-        return replace(row, speedup=ratio.value if ratio else 0.0).to_json() | {
+        return make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions) | {
+            "speedup": ratio.value if ratio else 0.0,
             "temperature": cell.temperature,
             "cell_budget": cell.budget,
             "figures": {name: some._figures(method) for name, some in self.sets().items()},
@@ -170,13 +160,12 @@ class Pairs:
     def _figures(self, method: str) -> dict[str, Any]:
         row = make_row(method, self.answers[method], [], 0, self.cell.sessions)
         return {
-            "answers": row.prompts,
-            "tau": row.tau,
-            "tokens_per_s": row.tokens_per_s,
+            "answers": row["prompts"],
+            "tau": row["tau"],
+            "tokens_per_s": row["tokens_per_s"],
             "over_plain": self.ratio(method, "plain"),
             "over_hf": self.ratio(method, HF_GENERATE),
-            "draft_share": row.draft_share,
-            "chosen": self.chosen(method),
+            "draft_share": row["draft_share"],
         }
 
 
@@ -250,7 +239,7 @@ def measure(
     return Pairs(cell, answers, questions), judged(bench.reference, asked, answers, own, free)
 
 
-def _own(reference: Reference, new_tokens: int, asked: Asked, answers: Mapping[str, Sequence[Completion]]) -> list[Ids]:
+def _own(reference: Any, new_tokens: int, asked: Asked, answers: Mapping[str, Sequence[Completion]]) -> list[Ids]:
     """transformers' greedy answers, each made once."""
     if HF_GENERATE in answers:
         return [answer.ids for answer in answers[HF_GENERATE]]
@@ -259,7 +248,7 @@ def _own(reference: Reference, new_tokens: int, asked: Asked, answers: Mapping[s
 
 
 def peer(
-    reference: Reference,
+    reference: Any,
     name: str,
     assistant: Path | None,
     prompts: Sequence[Ids],
@@ -331,7 +320,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return str(row["method"]).removeprefix("single:")
 
 
-def _speed(row: Mapping[str, Any]) -> dict[str, Any]:
+def _speed(row: Row) -> dict[str, Any]:
     every = row["figures"][ALL]
     return {
         "method": _name(row),
@@ -340,12 +329,12 @@ def _speed(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens/s": row["tokens_per_s"],
         "x plain": str(every["over_plain"] or "-"),
         "x generate": str(every["over_hf"] or "-"),
-        "same/tie/wrong": f"{row['identical']}/{row['ties']}/{row['wrong']}",
+        "same/tie/wrong": verdicts_of(row),
     }
 
 
 def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of SpecBlock's table 1, for the benchmarks at hand, for all answers, and for those that do not loop."""
+    """A line of SpecBlock's table 1, for the benchmarks at hand and for all answers."""
     line = {"method": _name(row)}
     for name, figures in row["figures"].items():
         ratio: Ratio | None = figures["over_plain"]

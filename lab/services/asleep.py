@@ -9,10 +9,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-Ids = TypeVar("Ids", int, Any)
-"""a token id, or a tensor or array of them"""
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +22,8 @@ class Asleep:
     hidden_size: int = 4096
     layers: int = 32
 
-    def next(self, token: Ids, position: Ids) -> Ids:
-        """The token behind `token`, which stands at an absolute position."""
+    def next(self, token: Any, position: Any) -> Any:
+        """The token behind `token`, which stands at an absolute position; numbers, or tensors of them."""
         return (48_271 * token + 69_621 * position + 11) % self.vocab_size
 
     def text(self, ids: tuple[int, ...], count: int) -> tuple[int, ...]:

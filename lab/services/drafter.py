@@ -15,19 +15,16 @@ from coppice.heads.base import DraftJob, Growth, Head
 from coppice.speculation.tree import DraftTree
 from coppice.stack.spec import module_of
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
-from lab.services.asleep import Asleep, Ids, sleep_out
+from lab.services.asleep import Asleep, sleep_out
 
 RANKS = 8
-"""nodes of a level, the best of which goes on"""
-OTHERS = 14
-"""ranks among which the target's token is where it is not the first: half of them are in the tree"""
+"""nodes of a level, the first of which goes on"""
 FIRST = 0.6
-"""share of the target's tokens that are of the first rank: tau is 3 with eight levels"""
+"""share of the target's tokens that are the first of their level"""
 
 
 class SleepingHead(Head):
-    """A head whose forwards sleep, together for T_D, and whose trees hold three of five of the target's tokens as the
-    best of their level.
+    """A head whose forwards sleep, together for T_D, and whose trees hold three of five of the target's tokens.
 
     It is given the target's features and reads none: to hand them to a device is part of the time slept.
     """
@@ -55,27 +52,18 @@ class SleepingHead(Head):
         yield grown
 
     def _tree(self, job: DraftJob) -> DraftTree:
-        """A tree of as many nodes as the budget has: levels of RANKS nodes behind the best one of the level before."""
+        """A tree of as many nodes as the budget has: levels of RANKS nodes behind the first one of the level before."""
         levels, ranks = np.divmod(np.arange(job.budget), RANKS)
-        best, targets = job.root, list[int]()
+        first, firsts = job.root, list[int]()
         for level in range(job.budget // RANKS + 1):
-            targets.append(self.asleep.next(best, job.committed_len + level))
-            best = targets[-1] if self._first(targets[-1]) else self._other(targets[-1], 0)
-        target = np.array(targets)[levels]
-        rank = np.where(self._first(target), 0, 1 + target % OTHERS)
+            target = self.asleep.next(first, job.committed_len + level)
+            first = target if target < FIRST * self.asleep.vocab_size else (target + 1) % self.asleep.vocab_size
+            firsts.append(first)
         return DraftTree(
-            np.where(ranks == rank, target, self._other(target, ranks)),
+            (np.array(firsts)[levels] + 2 * ranks) % self.asleep.vocab_size,
             np.where(levels > 0, (levels - 1) * RANKS + 1, 0),
-            levels * np.log(FIRST) + np.where(ranks > 0, np.log((1 - FIRST) / OTHERS), np.log(FIRST)),
+            levels * np.log(FIRST) + np.where(ranks > 0, np.log((1 - FIRST) / RANKS), np.log(FIRST)),
         )
-
-    def _first(self, target: Ids) -> Ids:
-        """Whether the target's token is the best of its level."""
-        return target < FIRST * self.asleep.vocab_size
-
-    def _other(self, target: Ids, rank: Ids) -> Ids:
-        """A token that is not the target's, another one for each rank."""
-        return (target + 1 + rank) % self.asleep.vocab_size
 
 
 if __name__ == "__main__":

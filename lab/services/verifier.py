@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import runpy
 import time
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.engine import DTYPES, Clock, Context, Engine, EngineInfo, ForwardOutput, default_feature_layers
@@ -21,47 +20,27 @@ from lab.services.asleep import Asleep, sleep_out
 
 HIGHEST = 64.0
 """the logit of each row's token, exact in bfloat16; all others are far below, so that it is drawn at T = 1, too"""
-_aten = torch.ops.aten
 
 
-class SleepingLogits(Tensor):
+class SleepingLogits:
     """(R, V) logits as a service finds them on a GPU: which id is drawn from a row is known when it asks.
 
-    A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle. Any other operation makes
-    all rows, on the CPU.
+    A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle.
     """
 
-    ids: Tensor
-    around: Tensor
-
-    @staticmethod
-    def __new__(cls, ids: Tensor, around: Tensor) -> Self:
+    def __init__(self, ids: Tensor, around: Tensor) -> None:
         """ids: (R,), each row's best. around: (2 V - 1,), HIGHEST in the middle."""
-        made: Any = Tensor._make_wrapper_subclass(cls, (len(ids), (len(around) + 1) // 2), dtype=around.dtype)
-        made.ids, made.around = ids, around
-        return made  # type: ignore[no-any-return]
+        self.ids, self.around, self.shape = ids, around, (len(ids), (len(around) + 1) // 2)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def __len__(self) -> int:
+        return len(self.ids)
 
-    @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What a verifier asks of logits: one row, and the rows of one session."""
-        match operation, *args:
-            case _aten.select.int, SleepingLogits() as logits, 0, row:
-                return logits.row(row)
-            case _aten.slice.Tensor, SleepingLogits() as logits, 0, *bounds:
-                return cls(logits.ids[slice(*bounds)], logits.around)
-        made = tree_map_only(cls, cls.dense, (args, kwargs or {}))
-        return operation(*made[0], **made[1])
-
-    def row(self, number: int) -> Tensor:
-        """(V,) logits of one row."""
+    def __getitem__(self, at: int | slice) -> Any:
+        """(V,) logits of one row, or the rows of one session."""
+        if isinstance(at, slice):
+            return SleepingLogits(self.ids[at], self.around)
         middle = self.shape[1] - 1
-        return self.around.narrow(0, middle - int(self.ids[number]), middle + 1)
-
-    def dense(self) -> Tensor:
-        """All rows."""
-        return torch.stack([self.row(number) for number in range(len(self.ids))])
+        return self.around.narrow(0, middle - int(self.ids[at]), middle + 1)
 
 
 class SleepingEngine(Engine):
@@ -99,7 +78,7 @@ class SleepingEngine(Engine):
         ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
         width = len(batch.feature_layers) * self.asleep.hidden_size
         features = self._zeros.expand(len(batch.tokens), width) if width else None
-        logits = SleepingLogits(ids, self._around)
+        logits: Any = SleepingLogits(ids, self._around)
         sleep_out(began_ns, self.asleep.t_m_ms)
         clock.stop()
         return ForwardOutput(logits, features, clock)

@@ -14,23 +14,11 @@ from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.adapter import Change
 from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
-from lab.adapt.adapt import (
-    BUDGET,
-    INTERVAL,
-    AdaptRow,
-    Part,
-    adapt_lines,
-    adapt_row,
-    draw,
-    judged_lanes,
-    lanes_of,
-    spec_for,
-)
-from lab.adapt.lanes import Lane
-from lab.adapt.shift import TURN, programs, shifted, stories, turning
+from lab.adapt import BUDGET, INTERVAL, Lane, adapt_line, adapt_row, judged_lanes, lanes_of, spec_for
 from lab.options import Options
-from lab.report import Row
+from lab.streams import TURN, programs, shifted, stories, turning
 from tests.tiny import make_target
 
 
@@ -41,22 +29,6 @@ def test_streams_are_different_prompts_in_the_same_order() -> None:
     assert stream == shifted(300)
     assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
     assert len({query.prompt for query in stream}) == 300
-
-
-def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> AdaptRow:
-    parts = [
-        Part("stories", 60, tau, 1.0, 0),
-        Part("stories, last third", 20, tau, 1.0, 0),
-        Part("code", 40, 3.0, 1.0, 0),
-    ]
-    return AdaptRow(
-        Row(method, ("a",), 12, 1, 100, 4800, tau, tokens_per_s),
-        updates=len(updates),
-        parts=parts,
-        query_tau=[tau] * 100,
-        query_tokens_per_s=[tokens_per_s] * 100,
-        changes=[{"query": query, "what": "full", "version": 1, "train_s": 1.0} for query in updates],
-    )
 
 
 def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> None:
@@ -77,25 +49,23 @@ def answer(ids: tuple[int, ...]) -> Completion:
     return told.completion()
 
 
-def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path: Path) -> None:
+def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
     reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
     own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
     lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
     lanes[0].answers = [answer(ids) for ids in own]
     other = (own[0][0] + 1) % 300
     lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
+    change = Change(3, "full", 1, train_s=2.0)
+    lanes[1].status = SimpleNamespace(changes=[change], reverts=1)  # type: ignore[assignment]
     verdicts = judged_lanes(lanes, stream, reference)
-    rows = [adapt_row(lane, stream, None, verdicts[lane.name]) for lane in lanes]
-    assert [row.row.verdicts for row in rows] == ["5/0/0", "4/0/1"]
-
-
-def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
-    rows = [row("never", 1.8, 35.0, []), row("bandit", 2.4, 40.0, [10])]
-    assert len(adapt_lines(rows)) == 2
-    draw(rows, shifted(100), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads(json.dumps(rows[1].to_json()))
-    assert (told["method"], told["tau"], told["changes"][0]["query"]) == ("bandit", 2.4, 10)
+    rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
+    lines = [adapt_line(row) for row in rows]
+    assert [line["same/tie/wrong"] for line in lines] == ["5/0/0", "4/0/1"]
+    assert [line["all"] for line in lines] == ["1.00 (7.0)"] * 2
+    assert [(line["updates"], line["reverts"], line["training s"]) for line in lines] == [(0, 0, 0.0), (1, 1, 2.0)]
+    assert [part["updates"] for part in rows[1]["parts"]] == [1, 1, 0]
+    assert json.loads(json.dumps(rows[1]["changes"]))[0]["query"] == 3
 
 
 def test_a_lane_names_its_budget_so_that_no_verifier_cuts_trees_by_what_it_measured(

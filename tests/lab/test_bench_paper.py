@@ -13,8 +13,6 @@ from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS
 from lab.cli import app, with_heads
 from lab.options import Options
 
-TABLES = ("rank",)
-
 
 def told(*arguments: str) -> tuple[int, str]:
     """The exit code of a command and what it says."""
@@ -57,7 +55,7 @@ def test_what_nobody_can_run_is_refused_before_a_start(
     assert why in str(ended.exception)
 
 
-@pytest.mark.parametrize("arguments", [("steps", "--json", "FILE/x.json"), ("adapt", "--plot", "FILE/a/b.png")])
+@pytest.mark.parametrize("arguments", [("steps", "--json", "FILE/x.json")])
 def test_a_path_that_cannot_be_written_is_refused_before_a_start(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,44 +39,43 @@ def file(tmp_path: Path) -> Path:
     return made
 
 
-def read(
-    target: Path, file: Path, count: int, context: int = CONTEXT, **changes: Any
-) -> tuple[list[Question], list[Question], list[str]]:
-    wanted = Options(prompts=[file], n=count, max_new_tokens=30, **changes)
-    return read_questions(wanted, TargetText(target), Context(context))
+def read(target: Path, file: Path, count: int, **changes: Any) -> tuple[list[Question], list[Question]]:
+    options = Options(target=target, prompts=[file], n=count, max_new_tokens=30, dtype="float32", **changes)
+    return read_questions(options, options.spec())
 
 
-def test_what_does_not_fit_is_named_before_anything_starts(target: Path, file: Path) -> None:
-    with pytest.raises(InvalidField) as refused:
-        read(target, file, 5)
-    said = str(refused.value)
-    assert f"{file} line 2 (question 82): 120 tokens; {file} line 4 (question 84): 103 tokens" in said
-    assert "2 prompts do not fit" in said
-    assert "line 5" not in said
-    assert [len(part) for part in read(target, file, 1)] == [1, 0, 0]  # what is not asked may be long
+def lines_of(questions: list[Question]) -> list[str]:
+    return [question.name.rpartition("line ")[2] for question in questions]
 
 
-def test_long_ones_are_skipped_when_told_and_the_next_ones_take_their_places(target: Path, file: Path) -> None:
-    asked, warming, left_out = read(target, file, 2, warm_up=1, skip_long=True)
-    assert [question.source.question_id for question in asked if question.source] == [81, 83]
-    assert [question.source.question_id for question in warming if question.source] == [85]
-    assert len(left_out) == 2
-    with pytest.raises(InvalidField, match="too few for 3 and 2"):
-        read(target, file, 3, warm_up=2, skip_long=True)
-    with pytest.raises(InvalidField, match="5 prompts do not fit"):
-        read(target, file, 5, context=8, skip_long=True)
+def test_what_does_not_fit_is_left_out_and_named_and_the_next_ones_take_their_places(
+    target: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, warming = read(target, file, 2, warm_up=1)
+    assert lines_of(asked) == ["1 (question 81)", "3 (question 83)"]
+    assert lines_of(warming) == ["5 (question 85)"]
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.partition("line ")[2] for error in errors] == [
+        "2 (question 82): 120 tokens of 100 tokens",
+        "4 (question 84): 103 tokens of 100 tokens",
+    ]
+    assert lines_of(read(target, file, 1)[0]) == ["1 (question 81)"]
+    assert not capsys.readouterr().err  # what is not asked may be long
+    with pytest.raises(InvalidField, match="3 in question fit the category and the context, too few for 3 and 2"):
+        read(target, file, 3, warm_up=2)
+    with pytest.raises(InvalidField, match=r"0 in question fit .*, too few for any"):
+        read(target, file, 1, category=["maths"])
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
     text = TargetText(target)
-    asked, _, _ = read(target, file, 5, context=1000, chat=chat)
-    last = asked[-1]
-    assert (last.turn, len(last.later)) == (0, 1)
+    last = read(target, file, 5, chat=chat)[0][-1]
+    assert len(last.later) == 1
     answer = text.encode("why")
     on = last.next(answer)
     said = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
-    assert (text.decode(on.ids), on.turn, on.later) == (said, 1, ())
+    assert (text.decode(on.ids), on.later) == (said, ())
     assert on.longest(30) == last.longest(30) - 30 + len(answer)
 
 
@@ -124,12 +123,9 @@ def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_pa
         read_prompts(tmp_path / "test.parquet")
 
 
-def test_a_category_without_prompts_is_named(target: Path, file: Path) -> None:
-    assert len(read(target, file, 1, category=["qa", "maths"])[0]) == 1
-    with pytest.raises(InvalidField, match="category: no prompt is of maths, story"):
-        read(target, file, 1, category=["maths", "story"])
+def test_own_prompts_are_of_all_categories_in_turn(target: Path) -> None:
     text = TargetText(target)
-    assert [one.category for one in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
+    assert [prompt.category for prompt in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
 
 
 def rope(kind: str, first: int | None) -> dict[str, Any]:

@@ -1,31 +1,24 @@
-"""`bench synthetic`: profiles of acceptance, random weights of any shape, and what is said of them."""
+"""`bench synthetic` and `bench gpu`: profiles of acceptance, random weights of any shape, and what is said of them."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coppice.cli import main
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import read_target
-from coppice.stack.spec import StackSpec
-from lab.bare import BareDraft
-from lab.synthetic import measure, roofline
-from lab.synthetic.measure import NOTE, BareTimes, SyntheticPlan, expected_lines
-from lab.synthetic.profiles import PROFILES, expected_tau, read_profile
-from lab.synthetic.shapes import make_weights, read_shape
+from lab import synthetic
+from lab.synthetic import NOTE, PROFILES, BareTimes, Plan, expected_lines, expected_tau, read_profile, read_shape
 
 KINDS = ("eagle3", "specblock")
-MODELS = Path(__file__).parents[2] / "models" / "demo"
-
-
-# --- profiles ---
-
-
+METHODS = ["plain", "single:eagle3", "single:specblock"]
 TAUS = {
     "llama-3.1-8b": {"specblock": 4.41, "eagle3": 5.89},
     "llama-3.1-8b-t1": {"specblock": 3.73, "eagle3": 4.67},
@@ -50,17 +43,27 @@ def test_an_unusable_profile_says_why(text: str, why: str) -> None:
         read_profile(text, ["lm"])
 
 
-# --- shapes ---
-
-
 @pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
 def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: str, billions: float) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_shape(name))
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_expected_figures_follow_from_times_and_profile() -> None:
+    spec: Any = SimpleNamespace(heads=[SimpleNamespace(name=kind) for kind in KINDS])
+    plan = Plan(spec, (1, 4), 8, {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
+    drafts = {(count, "eagle3"): (8.0, 9.0) for count in (1, 4)}
+    drafts |= {(count, "specblock"): (3.0, 5.0) for count in (1, 4)}
+    times = BareTimes({(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}, drafts)
+    lines = expected_lines(plan, times)
+    plain, eagle, block = lines[:3]
+    assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
+    assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
+    assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
+    assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
+    assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
+    assert times.forward_ms(5) == pytest.approx(11.0)
 
 
 @pytest.fixture(scope="module")
@@ -73,67 +76,32 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_weights_are_made_once_and_fit_together(shape: Path, tmp_path: Path) -> None:
-    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 0)
-    parts = read_target(target)
-    assert (parts.hidden_size, parts.vocab_size, parts.embedding.dtype.itemsize) == (32, 200, 2)
-    assert [(head.name, head.kind) for head in heads] == [(kind, kind) for kind in KINDS]
-    before = [head.path.stat().st_mtime_ns for head in heads if head.path]
-    assert make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 1) == (target, heads)
-    assert [head.path.stat().st_mtime_ns for head in heads if head.path] == before
-    assert StackSpec(target=target, heads=heads).heads == heads
-
-
-# --- figures ---
-
-
-def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: Path) -> None:
-    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "float32", "cpu", 0)
-    plan = SyntheticPlan((1, 4), 8, {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
-    forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
-    drafts = {(count, "eagle3"): BareDraft(8.0, 9.0) for count in (1, 4)}
-    drafts |= {(count, "specblock"): BareDraft(3.0, 5.0) for count in (1, 4)}
-    times = BareTimes(forwards, drafts)
-    lines = expected_lines(StackSpec(target=target, heads=heads), plan, times)
-    plain, eagle, block = lines[:3]
-    assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
-    assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
-    assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
-    assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
-    assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
-    assert times.forward_ms(5) == pytest.approx(11.0)
-    assert times.lines()[1] == {"sessions": "4", "1": 14.0, "9": 40.0}
-
-
-def _measured(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str = "synthetic"
-) -> dict:
+def measured(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "s.json"
     monkeypatch.setattr(sys, "argv", ["coppice", "bench", command, *arguments, "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    return json.loads(file.read_text())
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 def test_a_tiny_shape_is_measured_bare_and_through_the_services(
     shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
-        monkeypatch.setattr(measure, name, value)
+        monkeypatch.setattr(synthetic, name, value)
     sizes = ["--sessions", "1,2", "--budget", "6", "--profile", "0.9,0.5"]
-    told = _measured(["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
-    assert (told["figures"]["synthetic"], told["ok"]) == (NOTE, True)
-    assert [list(line) for line in told["figures"]["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
-    methods = ["plain", "single:eagle3", "single:specblock"]
-    assert [(row["method"], row["sessions"]) for row in told["rows"]] == [(name, n) for n in (1, 2) for name in methods]
-    for row in told["rows"]:
+    report = measured("synthetic", ["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
+    assert (report["figures"]["synthetic"], report["ok"]) == (NOTE, True)
+    assert [list(line) for line in report["figures"]["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
+    assert [(row["method"], row["sessions"]) for row in report["rows"]] == [(m, n) for n in (1, 2) for m in METHODS]
+    for row in report["rows"]:
         head = row["method"] != "plain"
         assert row["tau"] == pytest.approx(2.35 if head else 1.0)
         assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == head
-    steps = told["figures"]["pipeline"]
-    assert [step["method"] for step in steps] == methods
-    for step in steps:
+    assert [step["method"] for step in report["figures"]["pipeline"]] == METHODS
+    for step in report["figures"]["pipeline"]:
         assert 1 <= step["tau"] < 2  # random heads
         assert step["efficiency"] > 0
         parts = sum(took for name, took in step.items() if name not in ("method", "step_ms", "efficiency", "tau"))
@@ -143,26 +111,23 @@ def test_a_tiny_shape_is_measured_bare_and_through_the_services(
 def test_forwards_are_set_beside_what_memory_moves(
     shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
-        monkeypatch.setattr(measure, name, value)
-    cells = (roofline.Cell(1, 1, 16), roofline.Cell(2, 5, 40))
-    for name, value in {"CELLS": cells, "COPIED": {"cpu": 1 << 20}, "REPEATS": 3, "GENERATED": 12}.items():
-        monkeypatch.setattr(roofline, name, value)
-    arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6"]
-    told = _measured([*arguments, "--profile", "0.9,0.5"], monkeypatch, tmp_path, "gpu")
-    one, two = told["figures"]["roofline"]
+    small = {"CONTEXT": 24, "NEW_TOKENS": 12, "CELLS": ((1, 1, 16), (2, 5, 40)), "COPIED": {"cpu": 1 << 20}}
+    for name, value in (small | {"REPEATS": 3, "GENERATED": 12}).items():
+        monkeypatch.setattr(synthetic, name, value)
+    arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6", "--sessions", "2"]
+    report = measured("gpu", [*arguments, "--profile", "0.9,0.5"], monkeypatch, tmp_path)
+    one, two = report["figures"]["roofline"]
     assert one["roofline ms"] * one["over roofline"] == pytest.approx(one["ms"])
     token = 8 * 2 * 2 * 8 * 4  # 8 layers, keys and values, 2 heads of 8 numbers, 4 bytes
     assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
-    assert [line["method"] for line in told["figures"]["pipeline"]] == ["plain", "single:eagle3", "single:specblock"]
-    assert told["figures"]["generate"][0]["tokens/s"] > 0
+    assert [row["method"] for row in report["rows"]] == METHODS
+    assert report["figures"]["generate"][0]["tokens/s"] > 0
 
 
 @pytest.mark.gpu
 def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = ["--shape", str(shape), "--device", "cuda", "--no-pipeline", "--sessions", "1,8", "--budget", "60"]
-    monkeypatch.setattr(measure, "CONTEXT", 64)
-    told = _measured(arguments, monkeypatch, tmp_path)
-    assert told["dtype"] == "bfloat16"
-    assert all(row["t_m_ms"] > 0 for row in told["rows"])
-    assert {row["sessions"] for row in told["rows"]} == {1, 8}
+    monkeypatch.setattr(synthetic, "CONTEXT", 64)
+    arguments = ["--shape", str(shape), "--device", "cuda", "--sessions", "2,8", "--budget", "60"]
+    report = measured("synthetic", arguments, monkeypatch, tmp_path)
+    assert report["dtype"] == "bfloat16"
+    assert all(row["t_m_ms"] > 0 for row in report["rows"])

@@ -24,7 +24,7 @@ ORDER = (
     ("orchestrator/http",),
     ("coppice/commands",),
     ("lab",),
-    ("lab/paper", "lab/adapt", "lab/pretrain", "lab/synthetic", "lab/services"),
+    ("lab/paper", "lab/pretrain", "lab/services"),
 )
 """Floors, the lowest first: a folder imports from floors below its own, and from itself."""
 

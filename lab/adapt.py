@@ -1,0 +1,212 @@
+"""`coppice bench adapt`: one head on a stream that changes under it, with each policy of adaptation and without.
+
+Every policy has a stack of its own, one of them running at a time: each sees the same stream as if it were alone. The
+others are stopped (SIGSTOP) meanwhile, training included, so that no stack slows another one, and a machine whose speed
+drifts over minutes is equally unkind to all. What is compared was measured in the same minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+from coppice.client.adapter import AdapterClient
+from coppice.client.client import Client
+from coppice.client.completion import Completion
+from coppice.config.sections import ADAPTED_KINDS, PolicyName
+from coppice.errors import InvalidField
+from coppice.limits import MAX_HISTORY, check_range
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Verdict
+from coppice.training.progress import Progress
+from coppice.wire.adapter import HeadStatus
+from lab.asking import GREEDY, answers_to, judged
+from lab.measuring import ReferenceProcess
+from lab.options import Options
+from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
+from lab.streams import StreamQuery, programs, shifted, turning
+
+NEVER, BANDIT = "never", "bandit"
+TRAINED = ("head", "full")
+"""what a change is called that put newly trained weights to use"""
+BUDGET = 12  # draft nodes verified a step
+INTERVAL = 10
+"""adapter.interval of the other policies: fit for a stream of a few hundred queries"""
+NEW_TOKENS = 48  # of each answer
+TURN = 10  # queries that a lane serves before the next one
+WARM_PROMPT, WARM_TOKENS = "Once", 16
+WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's demand, which has run out, is told again
+
+STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
+
+
+class Lane:
+    """A policy's stack, which can be held still."""
+
+    def __init__(self, name: str, spec: StackSpec) -> None:
+        self.name, self.spec = name, spec
+        self.answers: list[Completion] = []
+        self.status: HeadStatus | None = None
+        self._exit, self._stack = ExitStack(), Stack(spec)
+        self._adapter: AdapterClient | None = None
+
+    def start(self) -> None:
+        """Start the stack, warm it up and hold it still."""
+        stack = self._exit.enter_context(self._stack)
+        self.client = self._exit.enter_context(Client(stack.address))
+        if "adapter" in stack.services:
+            self._adapter = self._exit.enter_context(AdapterClient(stack.services["adapter"].address))
+        with self.running():  # a plain request: an adapter hears nothing of it
+            self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
+
+    def stop(self) -> None:
+        """Ask the adapter what it did, and stop everything. Raises what the stack's end raises."""
+        self.send(signal.SIGCONT)
+        try:
+            if self._adapter is not None:
+                time.sleep(WAKE_S)
+                self.status = self._adapter.status(history=MAX_HISTORY)[0]
+        finally:
+            self._exit.close()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let it run meanwhile."""
+        self.send(signal.SIGCONT)
+        time.sleep(WAKE_S)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGSTOP)
+
+    def answer(self, prompts: Sequence[str]) -> None:
+        """Run, and add the answers to some prompts.
+
+        The budget is named, so that trees are verified whole: each verifier else cuts them by the costs that it
+        measured when its stack started, and tau would differ where nothing was learnt.
+        """
+        with self.running():
+            self.answers += answers_to(self.client, prompts, budget=self.spec.budget, max_new_tokens=NEW_TOKENS)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""
+        for pid in self._stack.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]]:
+    """The stack that all lanes are variants of, the lanes, and what they are asked. Raises InvalidField."""
+    known_policies = (NEVER, *get_args(PolicyName))
+    policies = options.methods or [NEVER, *(name for name in get_args(PolicyName) if name != BANDIT), BANDIT]
+    for option, given, known in (("what", [options.what], tuple(STREAMS)), ("methods", policies, known_policies)):
+        if unknown := [name for name in given if name not in known]:
+            raise InvalidField(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
+    head, most = HeadSpec.parse(options.head), 2 * len(programs())
+    if head.kind not in ADAPTED_KINDS:
+        raise InvalidField("head", f"{head.kind} heads are not adapted; those are: {', '.join(ADAPTED_KINDS)}")
+    check_range("n", options.n, 3, most)  # so many different prompts there are
+    base = replace(replace(options, heads=[options.head]).spec(), budget=BUDGET)
+    compared = policies if options.what == "shift" or options.methods else [NEVER, BANDIT]
+    return base, [Lane(policy, spec_for(policy, head, base)) for policy in compared], STREAMS[options.what](options.n)
+
+
+def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
+    """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
+    extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
+    return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
+
+
+def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
+    """Serve the stream with every lane, some queries at a time, in alternating order."""
+    started: list[Lane] = []
+    with Progress("answers", len(lanes) * len(stream)) as progress:
+        try:
+            for lane in lanes:
+                progress.say(f"starting {lane.name}")
+                started.append(lane)
+                lane.start()
+            for number, at in enumerate(range(0, len(stream), TURN)):
+                for lane in lanes if number % 2 == 0 else reversed(lanes):
+                    progress.say(lane.name)
+                    prompts = [query.prompt for query in stream[at : at + TURN]]
+                    lane.answer(prompts)
+                    progress.add(len(prompts))
+        finally:
+            for lane in reversed(started):
+                lane.stop()
+
+
+def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], base: StackSpec, report: Report) -> None:
+    """Add a row for each lane, their table and checks to the report."""
+    with ReferenceProcess(base) as reference:
+        verdicts = judged_lanes(lanes, stream, reference)
+    report.rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
+    if report.rows[0]["method"] == NEVER:
+        for row in report.rows:
+            row["speedup"] = row["tokens_per_s"] / report.rows[0]["tokens_per_s"]
+    title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
+    report.add_table(title, map(adapt_line, report.rows), {"training s": ".0f"})
+    report.checks += exactness_checks(report.rows, report.dtype, NEW_TOKENS)
+    report.figures = {"interval": INTERVAL, "stream": [query.part for query in stream]}
+
+
+def judged_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Any) -> dict[str, list[Verdict]]:
+    """By lane a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
+    asked = [(reference.text.encode(query.prompt), GREEDY) for query in stream]
+    return judged(reference, asked, {lane.name: lane.answers for lane in lanes})
+
+
+def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verdict]) -> Row:
+    """The figures of a lane, its parts of the stream and the last third of the first one; its speedup is over never."""
+    answers, status = lane.answers, lane.status
+    changes = [asdict(change) for change in status.changes] if status else []
+    trained = [change for change in changes if change["what"] in TRAINED]
+    places: dict[str, list[int]] = {}
+    for number, query in enumerate(stream):
+        places.setdefault(query.part, []).append(number)
+    (first, its), *others = places.items()
+    parts = []
+    for name, at in ((first, its), (f"{first}, last third", its[2 * len(its) // 3 :]), *others):
+        row = make_row(name, [answers[number] for number in at], [], 0)
+        updates = sum(at[0] < change["query"] <= at[-1] + 1 for change in trained)
+        figures = {"tau": row["tau"], "tokens_per_s": row["tokens_per_s"], "updates": updates}
+        parts.append({"name": name, "queries": len(at), **figures})
+    return make_row(lane.name, answers, verdicts, lane.spec.budget or 0) | {
+        "updates": len(trained),
+        "reverts": status.reverts if status else 0,
+        "train_s": sum(
+            _seconds([change["train_s"] for change in trained if change["what"] == kind]) for kind in TRAINED
+        ),
+        "parts": parts,
+        "query_tau": [answer.tau for answer in answers],
+        "query_tokens_per_s": [answer.tokens_per_s for answer in answers],
+        "changes": changes,
+    }
+
+
+def _seconds(took: Sequence[float]) -> float:
+    """Seconds of updates of one kind, by the median: some were held still halfway."""
+    return len(took) * statistics.median(took) if took else 0.0
+
+
+def adapt_line(row: Row) -> dict[str, Any]:
+    """tau (tokens/s) of every part of the stream and of all of it, and what the updates cost."""
+    parts = {f"{part['name']} ({part['queries']})": part for part in row["parts"]} | {"all": row}
+    return {
+        "method": row["method"],
+        **{name: f"{figures['tau']:.2f} ({figures['tokens_per_s']:.1f})" for name, figures in parts.items()},
+        "x never": row["speedup"],
+        "updates": row["updates"],
+        "reverts": row["reverts"],
+        "training s": row["train_s"],
+        "same/tie/wrong": verdicts_of(row),
+    }

@@ -1,1 +1,0 @@
-"""Measuring adaptation: streams of texts that change, and drafters that learn from them."""

@@ -1,0 +1,360 @@
+"""What a target and heads of some shape cost and would gain, with random weights: `bench synthetic` and `bench gpu`.
+
+Times are measured, in bare loops and through the services. What a draft tree gains is not: it comes from a profile of
+acceptance by depth. Random heads guess nothing, so a step of the services commits one token and tells only what it
+costs beside the bare loops: its efficiency. `bench gpu` sets forwards beside the time in which memory moves what they
+read, and beside transformers' own decoding.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from coppice.client.client import Client
+from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.rows import Piece, pack
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import read_output, read_target, save_head
+from coppice.limits import MAX_TREE_NODES
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
+from coppice.training.heads import build_student, head_config
+from coppice.training.progress import Progress
+from coppice.training.trainer import replacing
+from lab.asking import GREEDY, asking, timed
+from lab.bare import Bare
+from lab.measuring import running
+from lab.report import Report, make_row
+from lab.steps import costs, parts_of
+
+DRAFT_VOCAB = 32_000
+"""SpecBlock, A.1, as EAGLE-3"""
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+SHAPES = {
+    "demo": ("llama", 256, 768, 20, 4, 2, 8192, 1024, True),
+    "0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151_936, 32_768, True),
+    "llama-3.1-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, 8192, False),
+    "qwen3-8b": ("qwen3", 4096, 12_288, 36, 32, 8, 151_936, 40_960, False),
+}
+"""What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
+
+# Each gives the mean tau of SpecBlock's table 1 over its benchmarks. SpecBlock drafts K = 4 slots in M = 2 blocks,
+# EAGLE-3 makes seven forwards. Where the deepest rate is known (figure 5a and appendix C, greedy chains at T = 0),
+# rates fall to it in a straight line, as in the figure; else all are equal.
+PROFILES: dict[str, dict[str, tuple[float, float, int]]] = {
+    "llama-3.1-8b": {"specblock": (0.8967, 0.544, 8), "eagle3": (0.9102, 0.9102, 7)},
+    "llama-3.1-8b-t1": {"specblock": (0.7527, 0.7527, 8), "eagle3": (0.8379, 0.8379, 7)},
+    "qwen3-8b": {"specblock": (0.8296, 0.369, 8), "eagle3": (0.7983, 0.7983, 7)},
+    "qwen3-8b-t1": {"specblock": (0.7184, 0.7184, 8), "eagle3": (0.785, 0.785, 7)},
+}
+"""the first rate, the last one and the depth, by target of table 1 and kind; temperature 0 unless the name says 1"""
+
+PLAIN = "plain"
+ROWS = (1, 16, 32, 60, 90)  # of a forward, a session
+CONTEXT = 300  # tokens before the timed rows
+NEW_TOKENS = 48  # of an answer of the services; bare drafts are timed along as many
+ANSWERS = 3  # through the services, of each method
+NOTE = "synthetic: random weights, acceptance from a profile"
+REPEATS = 15
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds
+GENERATED = 128  # tokens of transformers' prompt, and of its answer
+CELLS = ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768))
+"""(sessions, rows, context) of the forwards that are set beside what memory moves"""
+
+Line = dict[str, Any]
+
+
+def read_profile(text: str, kinds: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """The rates of each kind of head: of a preset, or the same ones for all, such as 0.8,0.6. Raises InvalidField.
+
+    alpha_k is the chance that a step accepts a draft at depth k when it accepted those above it.
+    """
+    if text in PROFILES:
+        if unknown := [kind for kind in kinds if kind not in PROFILES[text]]:
+            raise InvalidField("profile", f"{text} says nothing of {unknown[0]} heads: give rates, such as 0.8,0.6")
+        return {kind: tuple(np.linspace(*PROFILES[text][kind]).tolist()) for kind in kinds}
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise InvalidField("profile", f"{text!r} is neither rates nor one of {', '.join(PROFILES)}") from None
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise InvalidField("profile", f"a rate of {text!r} is not between 0 and 1")
+    return dict.fromkeys(kinds, rates)
+
+
+def expected_tau(alphas: Sequence[float]) -> float:
+    """Mean tokens a step, the root counted: 1 + alpha_1 + alpha_1 alpha_2 + ..."""
+    return 1 + float(np.cumprod(alphas).sum())
+
+
+def read_shape(text: str) -> PretrainedConfig:
+    """The configuration of a preset, or of a folder's config.json. Raises InvalidField."""
+    auto: Any = AutoConfig
+    if text in SHAPES:
+        preset: PretrainedConfig = auto.for_model(**dict(zip(_FIELDS, SHAPES[text], strict=True)))
+        return preset
+    if not (Path(text) / "config.json").is_file():
+        raise InvalidField("shape", f"{text!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
+    own: PretrainedConfig = auto.from_pretrained(text, local_files_only=True, trust_remote_code=False)
+    return own
+
+
+def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], dtype: str, device: str) -> StackSpec:
+    """Write a random target and a random head of each kind, shaped as training would shape it; return their stack.
+
+    The target is made on `device`, which for a large one should be an accelerator. KV is enough for one session, for
+    a large model's would be large. Raises InvalidField for a kind that has no such shape.
+    """
+    quiet: Any = transformers.utils.logging
+    quiet.disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
+    target = folder / "target"
+    torch.manual_seed(0)
+    with torch.device(device), replacing(target) as partial:
+        auto.from_config(config, dtype=DTYPES[dtype]).save_pretrained(partial)
+    parts, output = read_target(target), read_output(target).float()
+    for kind in kinds:
+        shape = head_config(kind, config.get_text_config(), parts, DRAFT_VOCAB)
+        student = build_student(shape, parts.embedding, output, torch.arange(shape.draft_vocab_size), 0)
+        with replacing(folder / kind) as partial:
+            save_head(partial, student.model.to(DTYPES[dtype]), shape)
+    heads = tuple(HeadSpec(kind, kind, folder / kind) for kind in kinds)
+    tokens = 4 * (CONTEXT + NEW_TOKENS + 2 * MAX_TREE_NODES)
+    room = {"verifier": {"verifier.kv_tokens": tokens}, "drafter": {"drafter.kv_tokens": tokens}}
+    return StackSpec(target=target, heads=heads, device=device, dtype=dtype, extra=room)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of a stack, and what is assumed of its heads."""
+
+    spec: StackSpec
+    sessions: tuple[int, ...]
+    budget: int
+    profile: dict[str, tuple[float, ...]]
+    """alpha by depth, of each head"""
+    vocab_size: int
+
+    def ids(self, count: int, seed: int) -> list[int]:
+        """Random ids."""
+        return random.Random(seed).choices(range(self.vocab_size), k=count)  # noqa: S311
+
+
+@dataclass(frozen=True)
+class BareTimes:
+    """Milliseconds of a forward by (sessions, rows a session), of a draft's forwards and all by (sessions, head)."""
+
+    forwards: dict[tuple[int, int], float]
+    drafts: dict[tuple[int, str], tuple[float, float]]
+
+    def forward_ms(self, rows: float) -> float:
+        """A forward of one session over so many rows, between the measured ones in proportion."""
+        alone = {count: took for (sessions, count), took in self.forwards.items() if sessions == 1}
+        return float(np.interp(rows, list(alone), list(alone.values())))
+
+
+def run_synthetic(plan: Plan, report: Report, assumed: Line) -> None:
+    """Add bare times, what is expected, and steps of the services to the report. `assumed`: what it says of the run."""
+    report.figures |= {"synthetic": NOTE, **assumed, "profile": plan.profile, "context": CONTEXT}
+    on, rows = f"{NOTE}\n{report.dtype}, {report.device}", sorted({1, plan.budget + 1, *ROWS})
+    with Progress("parts", 2) as progress:
+        times = measure_bare(plan, rows, progress)
+        lines = [
+            {"sessions": str(count)} | {str(number): times.forwards[count, number] for number in rows}
+            for count in plan.sessions
+        ]
+        report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", lines)
+        add_expected(plan, times, report, progress)
+
+
+def run_gpu(plan: Plan, report: Report) -> None:
+    """Add forwards beside the roofline, drafts, steps of the services and transformers' own decoding to the report."""
+    device = torch.device(report.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    report.figures |= {"torch": torch.__version__, "device_name": name}
+    with Progress("parts", 4) as progress:
+        progress.say("forwards")
+        add_roofline(plan.spec, report)
+        progress.add()
+        add_expected(plan, measure_bare(plan, sorted({1, plan.budget + 1}), progress), report, progress)
+        _release(device)
+        progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
+        verifier, prompt = plan.spec.settings().verifier, plan.ids(GENERATED, 2)
+        reference = Reference(plan.spec.target, verifier.dtype, verifier.device)
+        static: Any = {"cache_implementation": "static"}
+        for _ in range(3):  # the first two compile
+            answer = reference.generate(prompt, GENERATED, GREEDY, drafting=static)
+        progress.add()
+    speed = (answer.new_tokens - 1) / answer.decode_s
+    report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
+
+
+def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> BareTimes:
+    """Run bare loops in this process, on the device of the spec."""
+    prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
+    bare = Bare(plan.spec, max(plan.sessions), CONTEXT + NEW_TOKENS + max(rows))
+    times = BareTimes({}, {})
+    for sessions in plan.sessions:
+        for count in rows:
+            progress.say(f"a forward of {sessions} x {count} rows")
+            times.forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
+        for head in plan.spec.heads:
+            progress.say(f"{sessions} drafts of {head.name}")
+            times.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.budget, sessions)
+    progress.add()
+    _release(bare.engine.pool.device)
+    return times
+
+
+def add_expected(plan: Plan, times: BareTimes, report: Report, progress: Progress) -> None:
+    """Add what the profile and the bare times give, and steps of the services at one session, if that is measured."""
+    report.rows = expected_lines(plan, times)
+    title = f"expected of bare forwards, drafts and the profile, budget {plan.budget}"
+    report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
+    if 1 in plan.sessions:
+        progress.say("the services")
+        steps = measure_services(plan, times, report, progress)
+        report.add_figures("pipeline", "milliseconds a step of the services, one session", steps)
+    progress.add()
+
+
+def expected_lines(plan: Plan, times: BareTimes) -> list[Line]:
+    """For plain decoding and each head tau / (T_M + T_D)."""
+    lines: list[Line] = []
+    for sessions in plan.sessions:
+        plain_ms = times.forwards[sessions, 1]
+        ways = [(PLAIN, plain_ms, (0.0, 0.0), 1.0)]
+        for head in plan.spec.heads:
+            forward_ms, draft = times.forwards[sessions, plan.budget + 1], times.drafts[sessions, head.name]
+            ways.append((f"single:{head.name}", forward_ms, draft, expected_tau(plan.profile[head.name])))
+        for method, forward_ms, (head_ms, draft_ms), tau in ways:
+            step_ms = forward_ms + head_ms
+            lines.append(
+                {
+                    "method": method,
+                    "sessions": sessions,
+                    "t_m_ms": forward_ms,
+                    "t_d_ms": head_ms,
+                    "t_d_total_ms": draft_ms,
+                    "tau": tau,
+                    "tokens_per_s": sessions * tau / step_ms * 1e3,
+                    "draft_share": head_ms / step_ms,
+                    "speedup": tau / step_ms * plain_ms,
+                }
+            )
+    return lines
+
+
+def measure_services(plan: Plan, times: BareTimes, report: Report, progress: Progress) -> list[Line]:
+    """Answers of the real services, one session: each method's step, its parts and its efficiency."""
+    prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS)]
+    lines = []
+    with running(replace(plan.spec, budget=plan.budget), report) as stack, Client(stack.address) as client:
+        methods = (PLAIN, *(f"single:{head.name}" for head in plan.spec.heads))
+        ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
+        for method, answers in timed(ways, prompts, progress).items():
+            step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
+            head_ms, _ = times.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
+            bare_ms = times.forward_ms(row["verified_nodes"] + 1) + head_ms
+            line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row["tau"]}
+            lines.append(line | parts_of(step))
+    return lines
+
+
+def add_roofline(spec: StackSpec, report: Report) -> None:
+    """Time forwards of each size, and compare them with the time of a copy of as many bytes as they read."""
+    sessions, rows, context = max(CELLS, key=lambda cell: cell[0] * (cell[1] + cell[2]))
+    engine = Bare(spec, sessions, context + rows).engine
+    speed, lines = bytes_a_second(engine.pool.device), []
+    for sessions, rows, context in CELLS:
+        took, read = forward_s(engine, sessions, rows, context), bytes_read(engine, sessions * (context + rows))
+        line = {"sessions": sessions, "rows": rows, "context": context, "ms": took * 1e3, "GB read": read / 1e9}
+        lines.append(line | {"roofline ms": read / speed * 1e3, "over roofline": took * speed / read})
+    report.add_figures("roofline", f"forwards; memory moves {speed / 1e9:.0f} GB/s in a copy", lines)
+    device = engine.pool.device
+    del engine
+    _release(device)
+
+
+def forward_s(engine: Engine, sessions: int, rows: int, context: int) -> float:
+    """Median seconds of forwards over random trees of one size, whose rows are all wanted."""
+    tree, tables, took = random.Random(0), [], []  # noqa: S311
+    parents = [-1, *(tree.randrange(max(0, row - 12), row) for row in range(1, rows))]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    try:
+        for number in range(sessions):
+            tables.append(engine.pool.allocate(f"roofline-{number}", context + rows))
+        pieces = [Piece(table, context, [0] * rows, parents, depths, range(rows)) for table in tables]
+        for _ in range(3 + REPEATS):
+            began = time.perf_counter()
+            engine.forward(pack(pieces))
+            took.append(time.perf_counter() - began)
+    finally:
+        for table in tables:
+            engine.pool.free(table)
+    return median(took[3:])
+
+
+def bytes_read(engine: Engine, tokens: int) -> int:
+    """Bytes that a forward cannot do without: the weights, and the keys and values of so many tokens."""
+    embedding: Any = engine.model.get_input_embeddings()
+    output: Any = engine.model.get_output_embeddings()
+    matrices: dict[int, Tensor] = {}
+    for module in engine.model.modules():
+        shared = getattr(module, "fused", None)  # one matrix of several layers
+        own = (shared.weight,) if shared is not None else tuple(module.parameters(recurse=False))
+        matrices |= {id(tensor): tensor for tensor in own}
+    weights = sum(tensor.numel() * tensor.dtype.itemsize for tensor in matrices.values())
+    if embedding.weight is not output.weight:
+        weights -= embedding.weight.nbytes  # of which a forward reads a few rows
+    return weights + tokens * sum(part[0].nbytes for layer in engine.pool.layers for part in layer)
+
+
+def bytes_a_second(device: torch.device) -> float:
+    """How many bytes memory reads and writes in a second of a long copy."""
+    source = torch.ones(COPIED.get(device.type, COPIED["cpu"]), dtype=torch.uint8, device=device)
+    target, took = torch.empty_like(source), []
+    for _ in range(REPEATS):
+        _wait(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        took.append(time.perf_counter() - began)
+    return 2 * len(source) / median(took)
+
+
+def _release(device: torch.device) -> None:
+    """Give memory of what is over back to the device: the next part loads the target again."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,1 +1,0 @@
-"""`coppice bench synthetic`: step costs of large targets from their shapes alone, with random weights."""
