@@ -296,40 +296,6 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
         torch.testing.assert_close(values(window), values(parts)[650:])
 
 
-async def test_those_who_follow_a_session_hear_what_each_step_commits_with_its_hidden_states(
-    verifier: Service, model: Any
-) -> None:
-    good = continuation(model, IDS, 12)
-    tree = junk_tree(random.Random(4), good[1:4], 20)
-    async with verifying(verifier) as stub:
-        client, other = VerifierClient(stub, "followed", feature_layers=(2, 3, 3)), VerifierClient(stub, "bare")
-        opened, bare = await client.open(), await other.open()
-        assert opened.features is not None
-        assert opened.features.ref is not None
-        assert bare.features is not None
-        assert bare.features.ref is not None
-        whole = stub.FetchFeatures(fetch_to_wire(opened.features.ref))
-        alone = stub.FetchFeatures(fetch_to_wire(bare.features.ref))
-        (rows,) = await rows_to(whole, len(IDS))
-        assert rows.count == opened.features.count
-        await asyncio.sleep(0.5)  # nothing says that a call without a window has begun
-        verdict, unfed = await asyncio.gather(client.verify(tree), other.verify(tree))
-        commit = read_fed(await whole.read(), VOCAB)
-        assert isinstance(commit, Commit)
-        assert (commit.fence, list(commit.ids), commit.root) == (verdict.fence, good[:4], client.root)
-        assert commit.features is not None
-        assert (commit.features.start, commit.features.count, commit.features.dtype) == (len(IDS), 4, "float32")
-        expected = hidden_states(model, [*IDS, *good[:4]], (2, 3, 3))
-        torch.testing.assert_close(values([commit.features]), expected[len(IDS) :], atol=1e-4, rtol=1e-4)
-        heard = read_fed(await alone.read(), VOCAB)
-        assert isinstance(heard, Commit)
-        assert (heard.fence, heard.ids, heard.features) == (unfed.fence, commit.ids, None)
-        with pytest.raises(InvalidField, match=r"ref\.layers: 4 is not one of the session's layers \(2, 3, 3\)"):
-            await fetch(stub, replace(opened.features.ref, layers=(3, 4)))
-        client.call.cancel()
-        assert await whole.read() is grpc.aio.EOF
-
-
 # Bad input.
 
 
