@@ -224,9 +224,9 @@ def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int,
     """
     if not trace.samples(delta.fence.step):
         return
-    made = arrived + delta.total_ns
-    parts = {"queue": began - arrived, "forward": delta.forward_ns, "tree": made - began - delta.forward_ns}
-    parts |= {"wake": woken - made, "encode": encoded - woken}
+    ended = arrived + delta.total_ns
+    parts = {"queue": began - arrived, "forward": delta.forward_ns, "tree": ended - began - delta.forward_ns}
+    parts |= {"wake": woken - ended, "encode": encoded - woken}
     trace.add("draft", arrived, encoded, parts, step=delta.fence.step)
 
 
@@ -260,8 +260,10 @@ class Drafters:
             for name, own in each.items()
         }
         allowed = settings.drafter.verifiers
-        known = directory(allowed, "verifier", "", settings.directory.redis, "drafter.verifiers") if allowed else None
-        self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), known, verifier)
+        addresses = (
+            directory(allowed, "verifier", "", settings.directory.redis, "drafter.verifiers") if allowed else None
+        )
+        self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), addresses, verifier)
         self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers)
 
     async def start(self) -> None:

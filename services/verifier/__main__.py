@@ -58,8 +58,8 @@ async def serve(settings: Settings) -> int:
 
         heads = heads_beside(settings)
         drafters = Drafters(heads, serving, metrics.registry, worker, worker)
-        found = [registration_of(settings, "drafter", name) for name in heads]
-        serving.registrations += [registration for registration in found if registration is not None]
+        registrations = [registration_of(settings, "drafter", name) for name in heads]
+        serving.registrations += [registration for registration in registrations if registration is not None]
         beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters.servicer}
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})

@@ -83,7 +83,7 @@ def share(scores: Sequence[Iterable[float]], rows: int, gain: float, seconds: Se
     without any of these nodes. Every set of n nodes costs the same and the n likeliest promise most, so trying each n
     finds the best set there is; of equals the smallest.
     """
-    ranked = sorted([(-score, tree) for tree, found in enumerate(scores) for score in found])
+    ranked = sorted([(-score, tree) for tree, of_tree in enumerate(scores) for score in of_tree])
     promised = list(accumulate([math.exp(-less) for less, _ in ranked], initial=gain))
     budgets = [0] * len(scores)
     for _, tree in ranked[: _best(promised, seconds(range(rows, rows + len(promised))))]:
@@ -106,12 +106,12 @@ class Profile:
         A tree that is as large as the hint would have gone on, with nodes up to as likely as its last one: trees that
         were worse made the hint small, and none that is cut short could make it larger again.
         """
-        found = sorted(map(math.exp, scores), reverse=True)[:MAX_HEAD_NODES]
-        means, size = self._means, len(found)
+        chances = sorted(map(math.exp, scores), reverse=True)[:MAX_HEAD_NODES]
+        means, size = self._means, len(chances)
         if self._told is not None and 0 < size >= self._told:
-            found += found[-1:] * (len(means) - size)
-        moved = [mean + self.RATE * (new - mean) for mean, new in zip(means, found, strict=False)]
-        self._means = moved + found[len(means) :] + means[len(found) :]
+            chances += chances[-1:] * (len(means) - size)
+        moved = [mean + self.RATE * (new - mean) for mean, new in zip(means, chances, strict=False)]
+        self._means = moved + chances[len(means) :] + means[len(chances) :]
 
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
         """How many nodes each of `sessions` should draft if all drafted alike; `rows` are those of no tree.

@@ -54,9 +54,9 @@ def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
     for job in jobs:
         piece, sampling = job.piece, job.session.request.sampling
         if sampling.temperature and not job.on_host:
-            kept = np.arange(len(piece.keep))[0 if job.step else -1 :]
-            positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[kept]]
-            sampled.append((first + kept, positions, sampling))
+            rows = np.arange(len(piece.keep))[0 if job.step else -1 :]
+            positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[rows]]
+            sampled.append((first + rows, positions, sampling))
         first += len(piece.keep)
     with torch.inference_mode():
         ids: list[int] = draw_rows(logits, tabulate(sampled, logits.shape[1], logits.device)).tolist()
@@ -69,7 +69,7 @@ def tabulate(sampled: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: i
     def most(law: SamplingParams) -> int:
         return law.top_k if law.top_k < vocab_size else 0
 
-    ordered = sorted(sampled, key=lambda asked: (asked[2].top_p == 1, not most(asked[2])))
+    ordered = sorted(sampled, key=lambda rows: (rows[2].top_p == 1, not most(rows[2])))
     if not ordered:
         return Draws(torch.empty((6, 0), dtype=torch.int64, device=device), 0, 0, 0)
     rows, positions, laws = zip(*ordered, strict=True)

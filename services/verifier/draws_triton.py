@@ -43,13 +43,13 @@ def best_of_parts(
     token = part * N + tl.arange(0, N)
     logit = tl.load(logits + row * stride + token, token < vocab, _NEVER)
     score = (logit.to(tl.float64) - tl.load(highest + row).to(tl.float64)) / temperature
-    kept = (token < vocab) & (score >= least) & ((logit > edge) | ((logit == edge) & (token <= last)))
+    inside = (token < vocab) & (score >= least) & ((logit > edge) | ((logit == edge) & (token <= last)))
     value = key + token.to(tl.uint64) * _GAMMA
     value = (value ^ (value >> 30)) * _FIRST
     value = (value ^ (value >> 27)) * _SECOND
     value = value ^ (value >> 31)
     u = ((value >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ** -52
-    total = tl.where(kept, score - tl.log(-tl.log(u)), _NEVER)
+    total = tl.where(inside, score - tl.log(-tl.log(u)), _NEVER)
     best = tl.max(total, 0)
     tl.store(bests + draw * parts + part, best)
     tl.store(tokens + draw * parts + part, tl.min(tl.where(total == best, token, _NONE), 0))
@@ -61,9 +61,9 @@ def best_of_all(highest, table, bests, tokens, drawn, parts, N: tl.constexpr):
     draw, part = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     best = tl.load(bests + draw * parts + part, part < parts, _NEVER)
     token = tl.load(tokens + draw * parts + part, part < parts, _NONE)
-    found = tl.min(tl.where(best == tl.max(best, 0), token, _NONE), 0)
+    best_token = tl.min(tl.where(best == tl.max(best, 0), token, _NONE), 0)
     usable = tl.abs(tl.load(highest + tl.load(table + draw)).to(tl.float32)) < float("inf")
-    tl.store(drawn + draw, tl.where(usable, found, -1))
+    tl.store(drawn + draw, tl.where(usable, best_token, -1))
 
 
 def draw(

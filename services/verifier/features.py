@@ -102,37 +102,37 @@ class Feed:
 
 
 def packed(
-    chunks: list[Tensor], layers: tuple[int, ...], wanted: tuple[int, ...], most_bytes: int
+    chunks: list[Tensor], layers: tuple[int, ...], picked: tuple[int, ...], most_bytes: int
 ) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of consecutive rows, in parts of at most `most_bytes`, or of one row; each is made when its turn
     comes. chunks: (n, F) each, on the CPU, with the columns of `layers`.
     """
     if not chunks:
         return
-    most = max(1, most_bytes * len(layers) // (chunks[0][0].nbytes * len(wanted)))
+    most = max(1, most_bytes * len(layers) // (chunks[0][0].nbytes * len(picked)))
     part: list[bytes] = []
     count = 0
     for rows in [rows for chunk in chunks for rows in torch.split(chunk, most)]:
         if count + len(rows) > most:
             yield count, b"".join(part)
             part, count = [], 0
-        part.append(feature_bytes(rows, layers, wanted))
+        part.append(feature_bytes(rows, layers, picked))
         count += len(rows)
     yield count, b"".join(part)
 
 
-def columns(rows: Any, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
-    """The columns of the `wanted` layers, in their order, of an (n, F) tensor or array with those of `layers`."""
-    if wanted == layers:
+def columns(rows: Any, layers: tuple[int, ...], picked: tuple[int, ...]) -> Any:
+    """The columns of the `picked` layers, in their order, of an (n, F) tensor or array with those of `layers`."""
+    if picked == layers:
         return rows
     by_layer = rows.reshape(len(rows), len(layers), rows.shape[1] // len(layers))
-    return by_layer[:, [layers.index(layer) for layer in wanted]].reshape(len(rows), -1)
+    return by_layer[:, [layers.index(layer) for layer in picked]].reshape(len(rows), -1)
 
 
-def feature_bytes(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
+def feature_bytes(rows: Tensor, layers: tuple[int, ...], picked: tuple[int, ...]) -> bytes:
     """Row-major little-endian bytes of what `columns` gives of a CPU tensor (numpy has no bfloat16: its bits travel as
     int16). The event loop calls it: torch would copy with threads, and they are the target's.
     """
     numbers = (rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows).numpy()
-    data: bytes = columns(numbers, layers, wanted).tobytes()
+    data: bytes = columns(numbers, layers, picked).tobytes()
     return data

@@ -52,12 +52,12 @@ class CachedBlock:
 class Prefix:
     """One session's text as the cache knows it: its full blocks, and what has been committed behind them."""
 
-    def __init__(self, table: BlockTable, found: Sequence[CachedBlock], salt: str, layers: tuple[int, ...]) -> None:
-        """`found`: the blocks that it begins with and that need not be prefilled. Without a salt none will be kept."""
-        self.table, self.blocks = table, list(found)
-        self.reused_tokens = len(found) * table.block_size
+    def __init__(self, table: BlockTable, cached: Sequence[CachedBlock], salt: str, layers: tuple[int, ...]) -> None:
+        """`cached`: the blocks that it begins with and that need not be prefilled. Without a salt none will be kept."""
+        self.table, self.blocks = table, list(cached)
+        self.reused_tokens = len(cached) * table.block_size
         self._layers = layers
-        self._salted, self._digest = bool(salt), found[-1].digest if found else root_digest(salt)
+        self._salted, self._digest = bool(salt), cached[-1].digest if cached else root_digest(salt)
         self.ids: list[int] = []
         """that were appended and are in no full block yet"""
         self._rows: list[Tensor] = []
@@ -98,15 +98,15 @@ class PrefixCache:
     def open(self, request: OpenSession, tokens: int) -> Prefix:
         """Room for `tokens` tokens of a session, the longest prefix that is here in it. Raises OutOfBlocks."""
         salt = request.salt if self._most else ""
-        found = self._find(request) if salt and not request.want_prompt_log_probs else []
-        numbers = [number for number, _ in found]
+        cached = self._find(request) if salt and not request.want_prompt_log_probs else []
+        numbers = [number for number, _ in cached]
         table = self._pool.allocate(request.session, tokens, numbers)
         for number in set(table.blocks.tolist()).difference(numbers) & self._digests.keys():
             self._forget(number)
         use = next(self._uses)
         for number, at in enumerate(numbers):
             self._pool.keep(at, use - number * _LATER)
-        prefix = Prefix(table, [block for _, block in found], salt, request.feature_layers)
+        prefix = Prefix(table, [block for _, block in cached], salt, request.feature_layers)
         self._metrics.queries.inc(len(request.ids))
         self._metrics.hits.inc(prefix.reused_tokens)
         return prefix
@@ -126,24 +126,24 @@ class PrefixCache:
 
     def _find(self, request: OpenSession) -> list[tuple[int, CachedBlock]]:
         """The kept blocks that a session's ids begin with. The last id is in none of them: its logits are wanted."""
-        found: list[tuple[int, CachedBlock]] = []
+        cached: list[tuple[int, CachedBlock]] = []
         digest, size = root_digest(request.salt), self._pool.block_size
         for start in range(0, len(request.ids) - size, size):
             digest = block_digest(digest, request.ids[start : start + size])
-            held = self._held.get(digest)
-            if held is None or not set(request.feature_layers) <= set(held[1].layers):
+            entry = self._held.get(digest)
+            if entry is None or not set(request.feature_layers) <= set(entry[1].layers):
                 break
-            found.append(held)
-        return found
+            cached.append(entry)
+        return cached
 
     def _keep(self, prefix: Prefix, number: int, use: int) -> None:
         """Keep the `number`th block of a session, the one that is here already if there is one."""
         block, at = prefix.blocks[number], int(prefix.table.blocks[number])
-        held = self._held.get(block.digest)
-        if held is not None:
-            at = held[0]
-            if set(block.layers) <= set(held[1].layers):
-                block = held[1]
+        entry = self._held.get(block.digest)
+        if entry is not None:
+            at = entry[0]
+            if set(block.layers) <= set(entry[1].layers):
+                block = entry[1]
         elif len(self._held) >= self._most:
             evicted = self._pool.give_up()
             if evicted is None:

@@ -99,9 +99,9 @@ class Ranks:
         for process in self._processes:
             await_end(process, _STOP_S)
 
-    def fail(self, why: str) -> NoReturn:
+    def fail(self, reason: str) -> NoReturn:
         """End this process at once, and with it all others."""
-        log.error("the ranks of the target end together", why=why)
+        log.error("the ranks of the target end together", reason=reason)
         os._exit(1)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -179,14 +179,16 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
 def _check_ranks(device: str, ranks: int) -> None:
     devices = torch.cuda.device_count()
     if find_spec("accelerate") is None:
-        why = "need the package accelerate, which is not installed: in a checkout pip install '.[ranks]'"
+        reason = "need the package accelerate, which is not installed: in a checkout pip install '.[ranks]'"
     elif device == "cuda" and devices < ranks:
-        why = f"take a CUDA device each, and torch finds {devices}"
+        reason = f"take a CUDA device each, and torch finds {devices}"
     elif device == "cpu" and devices:
-        why = "would compute on the CUDA devices here: verifier.device cuda says so, CUDA_VISIBLE_DEVICES= hides them"
+        reason = (
+            "would compute on the CUDA devices here: verifier.device cuda says so, CUDA_VISIBLE_DEVICES= hides them"
+        )
     else:
         return
-    raise InvalidField("verifier.ranks", f"{ranks} ranks {why}")
+    raise InvalidField("verifier.ranks", f"{ranks} ranks {reason}")
 
 
 async def serve(settings: Settings) -> int:

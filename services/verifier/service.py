@@ -29,8 +29,7 @@ class VerifierServicer:
 
     def __init__(self, settings: Settings, worker: Worker, info: EngineInfo, waits: StreamWaits) -> None:
         self.settings, self.worker, self.info, self.waits = settings, worker, info, waits
-        told = settings.verifier
-        self.max_len = info.context.served(told.kv_tokens).tokens
+        self.max_len = info.context.served(settings.verifier.kv_tokens).tokens
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
         self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)

@@ -322,8 +322,8 @@ class Job:
         """Leave out all but the `budget` likeliest nodes."""
         if budget < len(self.tree):
             numbers = self.verified or range(1, len(self.tree) + 1)
-            self.tree, kept = prune(self.tree, budget)
-            self.verified = tuple(map(numbers.__getitem__, (kept - 1).tolist()))
+            self.tree, left = prune(self.tree, budget)
+            self.verified = tuple(map(numbers.__getitem__, (left - 1).tolist()))
 
     def lay_chunk(self, room: int) -> int:
         """Lay the next ids of the prompt as rows, at most `room`; returns how many they are."""
@@ -430,11 +430,11 @@ class TargetRows:
 
 def split(jobs: Sequence[Job], logits: Tensor, drawn: Sequence[int] = ()) -> Iterator[TargetRows]:
     """Each job's rows of a forward: of its (R, V) logits, and of the (R,) ids that a device drew, if one did."""
-    first = kept = 0
+    first = start = 0
     for job in jobs:
-        end = kept + len(job.piece.keep)
-        yield TargetRows(job, logits[kept:end], first, () if job.on_host else drawn[kept:end])
-        first, kept = first + len(job.piece.tokens), end
+        end = start + len(job.piece.keep)
+        yield TargetRows(job, logits[start:end], first, () if job.on_host else drawn[start:end])
+        first, start = first + len(job.piece.tokens), end
 
 
 def take_features(parts: Sequence[TargetRows], features: Tensor | None, layers: tuple[int, ...]) -> None:

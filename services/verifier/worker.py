@@ -44,8 +44,8 @@ Answer = asyncio.Future[Any]
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
     """KV tokens a session is admitted with, whole blocks and at most all there are, so that no session loses any."""
-    wanted = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
-    return min(wanted, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
+    blocks = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
+    return min(blocks, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 class Worker(BatchingThread):
@@ -125,7 +125,7 @@ class Worker(BatchingThread):
                 torch.set_num_threads(self.settings.threads)
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
-            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
+            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, reason=cut_by)
         log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
@@ -271,18 +271,18 @@ class Worker(BatchingThread):
     def _walk(self, parts: Iterable[TargetRows]) -> list[TargetRows]:
         """Walk each step's tree, and keep the KV of its path. A part that fails is answered, and left out."""
         walked: list[TargetRows] = []
-        kept: list[tuple[BlockTable, int, Sequence[int]]] = []
+        paths: list[tuple[BlockTable, int, Sequence[int]]] = []
         for rows in parts:
             job, session = rows.job, rows.job.session
             try:
                 if job.step:
                     session.walk(job.step, rows)
-                    kept.append((session.table, session.committed_len, rows.text))
+                    paths.append((session.table, session.committed_len, rows.text))
             except Exception as error:
                 self._answer(job, error)
             else:
                 walked.append(rows)
-        self.engine.pool.compact(kept)
+        self.engine.pool.compact(paths)
         return walked
 
     def _answer_all(self, parts: Sequence[TargetRows], shared: VerifyTimings, hint: int | None) -> None:

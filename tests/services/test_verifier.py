@@ -27,9 +27,6 @@ from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
 from coppice.wire.common import FeatureRef, Fence, committed_hash
 from coppice.wire.verifier import (
-    Commit,
-    fetch_to_wire,
-    read_fed,
     verify_request_to_wire,
 )
 from tests.processes import Service
@@ -42,7 +39,6 @@ from tests.sessions import (
     hidden_states,
     junk_tree,
     last_row,
-    rows_to,
     target_of,
     until_idle,
     values,
