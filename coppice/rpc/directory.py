@@ -56,7 +56,7 @@ def registry_key(role: str, pool: str) -> str:
 
 
 class Registry:
-    """One pool's replicas in Redis, for one caller at a time. Its methods raise Unavailable."""
+    """One pool's replicas in Redis, for one caller at a time: it keeps one of them registered, or lists all."""
 
     def __init__(self, url: str, role: str, pool: str) -> None:
         from coppice.rpc.redis_connection import Connection
@@ -64,15 +64,29 @@ class Registry:
         self.name = "redis"
         self.key = registry_key(role, pool)
         self._connection = Connection(url)
+        self.lease_s = LEASE_S
         self._made_at = ""
 
-    async def enter(self, address: str, lease_s: float) -> None:
-        """Add an address, or renew its lease; drop those whose lease is over."""
-        await self._connection.run(_ENTER, self.key, address, round(1000 * lease_s))
-
-    async def leave(self, address: str) -> None:
-        """Remove an address."""
-        await self._connection.run(_LEAVE, self.key, address)
+    async def keep(self, address: str, leaving: asyncio.Event) -> None:
+        """Register HOST:PORT by a lease that is renewed, until `leaving`; then leave. Redis may come and go."""
+        registered, troubled = False, False
+        while not leaving.is_set():
+            try:
+                await self._connection.run(_ENTER, self.key, address, round(1000 * self.lease_s))
+                if not registered:
+                    log.info("registered", at=self.key, address=address)
+                registered, troubled = True, False
+            except Unavailable as error:
+                if not troubled:
+                    log.warning("not registered", at=self.key, reason=str(error))
+                registered, troubled = False, True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.lease_s / 3):
+                    await leaving.wait()
+        if registered:
+            with contextlib.suppress(Unavailable):
+                await self._connection.run(_LEAVE, self.key, address)
+        await self.close()
 
     async def look(self) -> frozenset[str]:
         """The addresses whose lease runs. Raises Unavailable for none, too, and after a flush."""
@@ -160,7 +174,7 @@ class Directory:
                     addresses = await source.look()
                 except Unavailable as error:
                     if not troubled:
-                        log.warning("a directory is lost; what it named last holds", at=source.name, why=str(error))
+                        log.warning("a directory is lost; what it named last holds", at=source.name, reason=str(error))
                     troubled = True
                 else:
                     if troubled:
@@ -207,51 +221,14 @@ def drafter_pools(pairs: Sequence[str], redis: str, field: str) -> dict[str, Dir
     return {name: directory(each, "drafter", name, redis, field) for name, each in places.items()}
 
 
-class Registration:
-    """Keeps one replica in the registry, by a lease that it renews. Redis may come and go."""
+def own_registries(settings: Settings, role: str, *pools: str) -> list[Registry]:
+    """Where a service keeps itself registered, none without a registry: `pools` are a drafter's names.
 
-    def __init__(self, redis: str, role: str, pool: str = "") -> None:
-        """`redis`: URL of the registry."""
-        self._registry, self.lease_s = Registry(redis, role, pool), LEASE_S
-        self._stopping = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, address: str) -> None:
-        """Begin to register HOST:PORT, on the running loop."""
-        self._task = asyncio.create_task(self._run(address))
-
-    async def stop(self) -> None:
-        """Leave the registry, if it answers within the time it has for that."""
-        self._stopping.set()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def _run(self, address: str) -> None:
-        registered, troubled = False, False
-        while not self._stopping.is_set():
-            try:
-                await self._registry.enter(address, self.lease_s)
-                if not registered:
-                    log.info("registered", at=self._registry.key, address=address)
-                registered, troubled = True, False
-            except Unavailable as error:
-                if not troubled:
-                    log.warning("not registered", at=self._registry.key, why=str(error))
-                registered, troubled = False, True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.lease_s / 3):
-                    await self._stopping.wait()
-        if registered:
-            with contextlib.suppress(Unavailable):
-                await self._registry.leave(address)
-        await self._registry.close()
-
-
-def registration_of(settings: Settings, role: str, pool: str = "") -> Registration | None:
-    """A service's, None without a registry. Raises InvalidField for a host that others cannot reach."""
+    Raises InvalidField for a host that others cannot reach.
+    """
     if not settings.directory.redis:
-        return None
+        return []
     host = settings.server.advertise or settings.server.host
     if host in _ANY_HOST or not _split(f"{host}:1"):
         raise InvalidField("server.advertise", f"a registry needs the host others reach this one by, not {host!r}")
-    return Registration(settings.directory.redis, role, pool)
+    return [Registry(settings.directory.redis, role, pool) for pool in pools or ("",)]

@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidFi
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
-from coppice.rpc.directory import Registration
+from coppice.rpc.directory import Registry
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -319,14 +319,14 @@ class Serving:
         role: str,
         tls: TlsSettings | None = None,
         clients: Clients | None = None,
-        registration: Registration | None = None,
+        registries: Sequence[Registry] = (),
     ) -> None:
-        """`tls` None: plaintext; `clients` None: they need no token; `registration`: how others find it, from `start`
+        """`tls` None: plaintext; `clients` None: they need no token; `registries`: where others find it, from `start`
         until it begins to drain. Raises InvalidField.
         """
         self.settings, self.limits, self.role = settings, limits, role
-        self.registrations = [registration] if registration else []
-        """one for each pool that finds replicas here"""
+        self._registries = registries
+        self._registered: list[asyncio.Task[None]] = []
         self._tls = tls or TlsSettings()
         if clients and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
@@ -369,8 +369,8 @@ class Serving:
         health_port = _bind(self.health.server, host, self.settings.health_port)
         await self.server.start()
         self.health.start(*self._services)
-        for registration in self.registrations:
-            registration.start(self.address)
+        for registry in self._registries:
+            self._registered.append(asyncio.create_task(registry.keep(self.address, self.leaving)))
         self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
@@ -392,7 +392,7 @@ class Serving:
         failed = failed or asyncio.Event()
         background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
         await self.leaving.wait()
-        await asyncio.gather(*(registration.stop() for registration in self.registrations))
+        await asyncio.gather(*self._registered)
         self.draining.set()
         self.health.not_ready(*self._services)
         await self.server.stop(self.settings.grace_s)

@@ -8,7 +8,7 @@ from coppice.config.model import check_model
 from coppice.config.sections import FEATURE_KINDS
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
-from coppice.rpc.directory import registration_of
+from coppice.rpc.directory import own_registries
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import serve_metrics
 from coppice.v1 import drafter_pb2
@@ -27,8 +27,8 @@ async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
     name = pool_name(settings)
     tracing.start(settings.telemetry, f"drafter-{name}")
-    registration = registration_of(settings, "drafter", name)
-    serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
+    registries = own_registries(settings, "drafter", name)
+    serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registries=registries)
     drafters = Drafters({name: settings}, serving)
     await drafters.start()
     port = serve_metrics(drafters.registry, settings.server.host, settings.server.metrics_port)

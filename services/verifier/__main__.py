@@ -11,7 +11,7 @@ from coppice.config.model import check_model
 from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
-from coppice.rpc.directory import registration_of
+from coppice.rpc.directory import own_registries
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import drafter_pb2, verifier_pb2
@@ -48,18 +48,16 @@ async def serve(settings: Settings) -> int:
 
     tracing.start(settings.telemetry, "verifier")
     metrics = SessionMetrics("verifier")
-    registration = registration_of(settings, "verifier")
-    serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)
+    heads = heads_beside(settings)
+    registries = own_registries(settings, "verifier") + (own_registries(settings, "drafter", *heads) if heads else [])
+    serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registries=registries)
     worker = Worker(settings.verifier, metrics)
     beside: dict[ServiceDescriptor, object] = {}
     drafters = None
-    if settings.verifier.drafters:
+    if heads:
         from ..drafter.service import Drafters
 
-        heads = heads_beside(settings)
         drafters = Drafters(heads, serving, metrics.registry, worker, worker)
-        registrations = [registration_of(settings, "drafter", name) for name in heads]
-        serving.registrations += [registration for registration in registrations if registration is not None]
         beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters.servicer}
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})

@@ -20,7 +20,7 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Registration, directory, registration_of, registry_key
+from coppice.rpc.directory import Registry, directory, own_registries, registry_key
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
@@ -78,24 +78,30 @@ async def watching(
     await asyncio.wait([task])
 
 
+class Replica:
+    """One that is registered until it leaves or crashes."""
+
+    def __init__(self, url: str, address: str, role: str = "drafter", pool: str = "block", lease_s: float = 0) -> None:
+        registry, self._leaving = Registry(url, role, pool), asyncio.Event()
+        registry.lease_s = lease_s or registry.lease_s
+        self._task = asyncio.create_task(registry.keep(address, self._leaving))
+
+    async def leave(self) -> None:
+        self._leaving.set()
+        await asyncio.wait([self._task])
+
+    async def crash(self) -> None:
+        """Do what a killed process does: nothing any more."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
 @asynccontextmanager
-async def registered(
-    url: str, *addresses: str, role: str = "drafter", pool: str = "block", lease_s: float = 0.0
-) -> AsyncIterator[list[Registration]]:
-    made = [Registration(url, role, pool) for _ in addresses]
-    for registration, address in zip(made, addresses, strict=True):
-        registration.lease_s = lease_s or registration.lease_s
-        registration.start(address)
-    yield made
-    for registration in made:
-        await registration.stop()
-
-
-async def crash(registration: Registration) -> None:
-    """What a killed process does: nothing any more."""
-    assert registration._task is not None
-    registration._task.cancel()
-    await asyncio.wait([registration._task])
+async def registered(url: str, *addresses: str, **more: Any) -> AsyncIterator[list[Replica]]:
+    replicas = [Replica(url, address, **more) for address in addresses]
+    yield replicas
+    for replica in replicas:
+        await replica.leave()
 
 
 async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_crash(redis: LocalRedis) -> None:
@@ -109,9 +115,9 @@ async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_c
         await seen.until("a:1", "b:2")
         (third,) = await stack.enter_async_context(registered(redis.url, "c:3"))
         await seen.until("a:1", "b:2", "c:3")
-        await third.stop()
+        await third.leave()
         await seen.until("a:1", "b:2")
-        await crash(second)
+        await second.crash()
         await seen.until("a:1")
 
 
@@ -134,10 +140,10 @@ async def test_a_registry_that_is_away_takes_nothing_away_and_comes_back(
             os.kill(redis.pid, signal.SIGCONT)
             await asyncio.sleep(lease_s / 2)
             assert all({"a:1", "b:2", "c:3"} <= {*names} for names in seen.lists[before:])
-            await fourth.stop()
-        await first.stop()
+            await fourth.leave()
+        await first.leave()
         await seen.until("b:2", "c:3")
-        await second.stop()  # a registry that names nobody may have been flushed
+        await second.leave()  # a registry that names nobody may have been flushed
         await asyncio.sleep(0.3)
         assert seen.lists[-1] == ("b:2", "c:3")
 
@@ -209,10 +215,10 @@ def test_a_bad_place_names_its_setting(place: str) -> None:
 async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
     settings = Settings(server=ServerSettings(host=host), directory=DirectorySettings(redis="redis://127.0.0.1:1"))
     with pytest.raises(InvalidField, match=r"^server\.advertise: "):
-        registration_of(settings, "verifier")
-    assert registration_of(settings.model_copy(update={"directory": DirectorySettings()}), "verifier") is None
+        own_registries(settings, "verifier")
+    assert own_registries(settings.model_copy(update={"directory": DirectorySettings()}), "verifier") == []
     advertised = settings.server.model_copy(update={"advertise": "10.0.0.1"})
-    assert registration_of(settings.model_copy(update={"server": advertised}), "verifier") is not None
+    assert len(own_registries(settings.model_copy(update={"server": advertised}), "drafter", "a", "b")) == 2
 
 
 async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:
@@ -229,20 +235,17 @@ async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) ->
 
 
 async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: LocalRedis) -> None:
-    key = registry_key("drafter", "block")
-    registration = Registration(redis.url, "drafter", "block")
-    serving = Serving(ServerSettings(), Limits(), "drafter", registration=registration)
+    key, refusing = registry_key("drafter", "block"), list[bool]()
+
+    class Noticed(Registry):
+        async def keep(self, address: str, leaving: asyncio.Event) -> None:
+            await super().keep(address, leaving)
+            refusing.append(serving.draining.is_set())
+
+    serving = Serving(ServerSettings(), Limits(), "drafter", registries=[Noticed(redis.url, "drafter", "block")])
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], Mute())
     client = client_of(redis)
     assert await asyncio.to_thread(eventually, lambda: client.zscore(key, serving.address) is not None)
-    refusing: list[bool] = []
-    leave = registration.stop
-
-    async def noticed() -> None:
-        refusing.append(serving.draining.is_set())
-        await leave()
-
-    registration.stop = noticed  # type: ignore[method-assign]
     stopped = asyncio.create_task(serving.until_stopped())
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)

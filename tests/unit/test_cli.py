@@ -269,7 +269,7 @@ def test_a_role_shows_the_settings_that_it_reads_and_no_others(
     folder = ROOT / ("orchestrator" if role == "orchestrator" else f"services/{role}")
     code_of_role = "".join(file.read_text() for file in folder.glob("*.py") if file.name != "ray_app.py")
     read = {name for name in re.findall(r"settings\.(\w+)", code_of_role) if name in Settings.model_fields}
-    read |= {"directory"} if "registration_of(" in code_of_role else set()
+    read |= {"directory"} if "own_registries(" in code_of_role else set()
     read |= {"drafter", "adaptation"} if "heads_beside(" in code_of_role else set()
     assert set(re.findall(r"--(\w+)\.", out)) == read
     for section in read:
