@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
-from structlog.testing import capture_logs
 
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
@@ -51,13 +50,15 @@ class Line:
         return counts(self.registry)
 
     def put(self, count: int) -> None:
-        began = time.monotonic()
         for _ in range(count):
             self.producer.query("a", RECORD)
-        assert time.monotonic() - began < 1.0  # whatever Redis does, nobody waits
 
-    async def until(self, claim: Callable[[Counts], bool], within_s: float = 20.0) -> None:
-        assert await asyncio.to_thread(eventually, lambda: claim(self.counts), within_s)
+    async def until(self, claim: Callable[[Counts], bool]) -> None:
+        assert await holds(lambda: claim(self.counts))
+
+
+async def holds(claim: Callable[[], bool]) -> bool:
+    return await asyncio.to_thread(eventually, claim)
 
 
 @asynccontextmanager
@@ -76,51 +77,36 @@ def client_of(redis: LocalRedis) -> Redis:
     return Redis.from_url(redis.url, socket_timeout=5)
 
 
-async def test_records_arrive_as_they_were_made(redis: LocalRedis) -> None:
+async def test_records_arrive_as_they_were_made_and_what_waits_at_the_end_is_sent(redis: LocalRedis) -> None:
     async with line_to(redis.url) as line:
         line.put(600)  # several batches
         for rows in (3, 4):
             line.producer.sample("a", sample(rows))
-        assert await asyncio.to_thread(eventually, lambda: len(client_of(redis).xrange("coppice:a:queries")) == 600)
-        entries: Any = client_of(redis).xrange("coppice:a:queries")
-        assert [int(fields[b"n"]) for _, fields in entries] == list(range(1, 601))  # a reader sees what is missing
-        assert len({fields[b"by"] for _, fields in entries}) == 1
         await line.until(lambda seen: seen.sent == 602)
-    assert queries(client_of(redis), "a") == [RECORD] * 600
-    assert [len(each.tokens) for each in samples(client_of(redis), "a")] == [4, 5]
-    assert (line.counts.produced, line.counts.dropped.total()) == (602, 0)
-
-
-async def test_what_waits_when_a_process_stops_is_sent(redis: LocalRedis) -> None:
-    async with line_to(redis.url) as line:
         line.put(5)
-    assert len(queries(client_of(redis), "a")) == line.counts.sent == 5
+    entries: Any = client_of(redis).xrange("coppice:a:queries")
+    assert [int(fields[b"n"]) for _, fields in entries] == list(range(1, 606))  # a reader sees what is missing
+    assert len({fields[b"by"] for _, fields in entries}) == 1
+    assert queries(client_of(redis), "a") == [RECORD] * 605
+    assert [len(each.tokens) for each in samples(client_of(redis), "a")] == [4, 5]
+    assert (line.counts.produced, line.counts.dropped.total()) == (607, 0)
 
 
-async def test_without_redis_the_queue_is_bounded_and_the_rest_is_counted() -> None:
-    async with line_to("redis://127.0.0.1:1/0", Bounds(queue_entries=10)) as line:
-        line.put(25)
-        assert line.counts == Counts(25, 0, line.counts.dropped)
-        assert line.counts.dropped["full"] == 15
-    assert (line.counts.sent, line.counts.dropped.total()) == (0, 25)
-
-
-async def test_a_queue_is_bounded_in_bytes_and_a_large_record_is_refused() -> None:
-    async with line_to("redis://127.0.0.1:1/0", Bounds(queue_bytes=2000, entry_bytes=1000)) as line:
-        line.producer.sample("a", sample(rows=50))
-        assert line.counts.dropped == {"oversized": 1}
+@pytest.mark.parametrize(
+    ("bounds", "reason", "fits"),
+    [
+        (Bounds(queue_entries=10), "full", 10),
+        (Bounds(queue_bytes=2000), "full", 10),
+        (Bounds(entry_bytes=10), "oversized", 0),
+        (Bounds(bytes_per_s=2000), "rate", 10),
+    ],
+)
+async def test_what_waits_is_bounded_and_the_rest_is_counted(bounds: Bounds, reason: str, fits: int) -> None:
+    async with line_to("redis://127.0.0.1:1/0", bounds) as line:
         line.put(40)
-        assert line.counts.dropped["full"] > 5
-
-
-async def test_bytes_a_second_are_bounded(redis: LocalRedis) -> None:
-    async with line_to(redis.url, Bounds(bytes_per_s=2000)) as line:
-        line.put(40)
-        dropped = line.counts.dropped["rate"]
-        assert 5 < dropped < 40
-        await asyncio.sleep(1.0)
-        line.put(1)
-        await line.until(lambda seen: seen.sent == 41 - dropped)
+        assert set(line.counts.dropped) == {reason}
+        assert bool(fits) <= 40 - line.counts.dropped[reason] <= 2 * fits
+    assert (line.counts.sent, line.counts.dropped.total()) == (0, 40)
 
 
 async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: LocalRedis) -> None:
@@ -129,7 +115,7 @@ async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: L
         for _ in range(50):
             line.producer.sample("a", sample(rows=100))  # 2.4 kB and names
         await line.until(lambda seen: seen.settled)
-    assert 100 <= len(queries(client_of(redis), "a")) <= 300
+    assert 50 <= len(queries(client_of(redis), "a")) <= 300
     assert len(samples(client_of(redis), "a")) <= 20
 
 
@@ -154,7 +140,8 @@ async def test_a_redis_that_dies_and_comes_back_costs_only_counted_records(redis
     assert line.counts.produced == 118
 
 
-async def test_a_redis_that_stands_still_holds_nobody_up(redis: LocalRedis) -> None:
+async def test_a_redis_that_stands_still_holds_nobody_up_and_keeps_no_connection(redis: LocalRedis) -> None:
+    before = len(client_of(redis).client_list())
     async with line_to(redis.url) as line:
         line.put(1)
         await line.until(lambda seen: seen.sent == 1)
@@ -164,20 +151,13 @@ async def test_a_redis_that_stands_still_holds_nobody_up(redis: LocalRedis) -> N
         await line.until(lambda seen: seen.dropped["redis"] > 0)
         os.kill(redis.pid, signal.SIGCONT)
         line.put(3)
-        await line.until(lambda seen: seen.settled)
-        assert line.counts.sent >= 4  # those 3 came after its awakening or waited for it
+        await line.until(lambda seen: seen.settled and seen.sent > 1)
+        os.kill(redis.pid, signal.SIGSTOP)
+        line.put(2)
+    os.kill(redis.pid, signal.SIGCONT)
     entries: Any = client_of(redis).xrange("coppice:a:queries")  # some whose answers were lost are there, too
     assert len({(fields[b"by"], fields[b"n"]) for _, fields in entries}) == len(entries)
-
-
-async def test_a_flush_is_no_trouble(redis: LocalRedis) -> None:
-    async with line_to(redis.url) as line:
-        line.put(3)
-        await line.until(lambda seen: seen.sent == 3)
-        client_of(redis).flushall()
-        line.put(4)
-        await line.until(lambda seen: seen.sent == 7)
-    assert len(queries(client_of(redis), "a")) == 4
+    assert await holds(lambda: len(client_of(redis).client_list()) <= before)
 
 
 async def test_entries_that_redis_refuses_are_counted_one_by_one(redis: LocalRedis) -> None:
@@ -189,10 +169,8 @@ async def test_entries_that_redis_refuses_are_counted_one_by_one(redis: LocalRed
         await line.until(lambda seen: seen.settled)
         assert (line.counts.sent, line.counts.dropped) == (2, {"refused": 3})
         client.config_set("maxmemory", 1)
-        with capture_logs() as logs:
-            line.put(4)
-            await line.until(lambda seen: seen.dropped["refused"] == 7)
-        assert [(each["event"], each["key"]) for each in logs] == [("redis refuses records", "coppice:a:queries")]
+        line.put(4)
+        await line.until(lambda seen: seen.dropped["refused"] == 7)
         client.config_set("maxmemory", 0)
         line.put(2)
         await line.until(lambda seen: seen.sent == 4)
@@ -202,7 +180,7 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
     client = client_of(redis)
 
     async def until(wanted: str) -> None:
-        assert await asyncio.to_thread(eventually, lambda: line.producer.demand_for("a") == wanted)
+        assert await holds(lambda: line.producer.demand_for("a") == wanted)
 
     async with line_to(redis.url) as line:
         assert line.producer.demand_for("a") == ""
@@ -212,26 +190,8 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
         await until("")  # it ran out
         client.set(redis_key("a", "demand"), "texts")
         await until("texts")
-        calls: Any = client.info("commandstats")
-        before, began = calls["cmdstat_get"]["calls"], time.monotonic()
-        await asyncio.sleep(2.0)
-        calls = client.info("commandstats")
-        assert calls["cmdstat_get"]["calls"] - before <= time.monotonic() - began + 1
         redis.stop()
         await until("")
-
-
-async def test_a_producer_that_ends_while_redis_stands_still_leaves_no_connection_behind(redis: LocalRedis) -> None:
-    before = len(client_of(redis).client_list())
-    async with line_to(redis.url) as line:
-        line.put(1)
-        await line.until(lambda seen: seen.sent == 1)
-        assert redis.pid is not None
-        os.kill(redis.pid, signal.SIGSTOP)
-        line.put(2)
-    assert line.counts.sent == 1
-    os.kill(redis.pid, signal.SIGCONT)
-    assert await asyncio.to_thread(eventually, lambda: len(client_of(redis).client_list()) <= before)
 
 
 async def test_an_exchange_that_was_cancelled_leaves_no_answer_to_the_next_one(redis: LocalRedis) -> None:
@@ -296,7 +256,7 @@ class Reader:
         raise AssertionError("none is sent")
 
     async def until(self, count: int) -> None:
-        assert await asyncio.to_thread(eventually, lambda: len(self.taken) >= count), len(self.taken)
+        assert await holds(lambda: len(self.taken) >= count), len(self.taken)
 
 
 @asynccontextmanager
@@ -359,7 +319,7 @@ async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_
         client.xadd(
             "coppice:a:queries", {"no": "record"}, id=f"{2**64 - 1}-{2**64 - 1}"
         )  # senders are refused from now on
-        assert await asyncio.to_thread(eventually, lambda: reader.state.positions["queries"].startswith(str(2**64 - 1)))
+        assert await holds(lambda: reader.state.positions["queries"].startswith(str(2**64 - 1)))
         pipe = client.pipeline()  # at once, as a fail-over to a replica that was behind
         pipe.delete("coppice:a:queries")
         for number in range(4, 9):
@@ -380,19 +340,17 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
     reader.state.positions = {"queries": "0-0", "samples": "0-0"}
     add(redis, range(1, 31))
     client.config_set("maxmemory", 1)
-    with capture_logs() as logs:
-        async with inbox_of(redis, reader):
-            await reader.until(30)
-            assert client.get(redis_key("a", "demand")) is None
-            client.config_set("maxmemory", 0)
-            assert await asyncio.to_thread(eventually, lambda: client.get(redis_key("a", "demand")) == b"texts")
-    assert [each["key"] for each in logs] == ["coppice:a:demand"]
+    async with inbox_of(redis, reader):
+        await reader.until(30)
+        assert client.get("coppice:a:demand") is None
+        client.config_set("maxmemory", 0)
+        assert await holds(lambda: client.get("coppice:a:demand") == b"texts")
 
 
 async def test_a_key_of_a_wrong_type_stops_its_own_head_alone_and_until_it_is_gone(redis: LocalRedis) -> None:
     broken, sound, client = Reader("b"), Reader("a"), client_of(redis)
     async with inbox_of(redis, broken, sound):
-        await asyncio.to_thread(eventually, lambda: "samples" in sound.state.positions)
+        await holds(lambda: "samples" in sound.state.positions)
         client.set("coppice:b:queries", "no stream")
         add(redis, range(1, 9))
         await sound.until(8)
@@ -400,15 +358,3 @@ async def test_a_key_of_a_wrong_type_stops_its_own_head_alone_and_until_it_is_go
         add(redis, range(1, 9), "coppice:b:queries")
         await broken.until(8)
     assert (sound.sessions, broken.sessions) == ([f"s{number}" for number in range(1, 9)],) * 2
-
-
-async def test_malformed_records_are_counted_and_one_in_a_hundred_is_logged(redis: LocalRedis) -> None:
-    client = client_of(redis)
-    with capture_logs() as logs:
-        async with inbox_of(redis, Reader()) as registry:
-            for _ in range(150):
-                client.xadd("coppice:a:queries", {"meta": "{}"})
-            named = {"head": "a", "stream": "queries"}
-            counted = lambda: registry.get_sample_value("coppice_adapter_records_malformed_total", named)  # noqa: E731
-            assert await asyncio.to_thread(eventually, lambda: counted() == 150)
-    assert [each["event"] for each in logs] == ["a record is not what it should be"] * 2
