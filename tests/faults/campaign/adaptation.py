@@ -47,7 +47,7 @@ def killed_at(point: str) -> Run:
 
     async def run(rig: Rig, row: FaultRow) -> None:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row, more=True):
+            async with rig.watched(row):
                 with contextlib.suppress(ProcessFailed):  # it comes there before it is ready: what it finds, it reads
                     await rig.restart(ADAPTER, flags={"server.failpoints": f"{point}=1"})
                 if not await rig.until(lambda: not rig.runs(ADAPTER), COMES_S):
@@ -63,7 +63,7 @@ def redis_fault(begin: Callable[[Rig], object], end: Callable[[Rig], object]) ->
 
     async def run(rig: Rig, row: FaultRow) -> None:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row, more=True):
+            async with rig.watched(row):
                 await asyncio.to_thread(begin, rig)
                 try:
                     await asyncio.sleep(FAULT_S)
@@ -114,7 +114,6 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
     if not current:
         row.leaks.append(f"a replica did not use the adapter's weights in {BACK_S:g} s")
     row.leaks += await _unaccounted(rig)
-    rig.note(row)
 
 
 async def _status(rig: Rig) -> Any:
@@ -148,7 +147,7 @@ async def random_weights(rig: Rig, row: FaultRow) -> None:
     """Valid updates to random weights, pushed past the adapter: texts stay, and the adapter puts its own back."""
     heads = {head.name: _checkpoint(rig, head) for head in rig.stack.spec.adapted}
     for _ in range(rig.plan.repeat):
-        async with rig.watched(row, more=True) as load:
+        async with rig.watched(row) as load:
             for head, checkpoint in heads.items():
                 for name in _drafters(rig, head):
                     async with _link(rig, name) as link:
@@ -232,5 +231,5 @@ SCENARIOS = [
         )
     ),
     Scenario("weights-random", "weights", "random weights cost drafts, and are replaced", random_weights, adapts=True),
-    Scenario("weights-corrupt", "weights", "no corruption of new weights gets through", corrupted, trains=True),
+    Scenario("weights-corrupt", "weights", "no corruption of new weights gets through", corrupted),
 ]

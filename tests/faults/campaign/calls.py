@@ -46,7 +46,7 @@ async def held(ready: Ready, dialer: Dialer) -> Held:
     """
     if ready.role == "drafter":
         async with DrafterLink(ready.address, dialer) as link:
-            head = await link.describe(CALL_S)
+            head = await link.describe()
         return Held(head.sessions, 0, head.sessions_opened, head.sessions_closed)
     if ready.role == "orchestrator":
         async with AsyncClient(ready.address) as client:

@@ -91,7 +91,7 @@ async def hundred(rig: Rig, row: FaultRow) -> None:
     async with watching(rig.stack.services.values()) as seen:
         await _asked(rig, row, REQUESTS)
     row.checks += _healthy(row, seen)
-    await rig.settle(row)
+    row.leaks += await rig.leaks()
 
 
 async def _asked(rig: Rig, row: FaultRow, requests: int) -> None:
@@ -144,7 +144,7 @@ async def _overloaded(rig: Rig, row: FaultRow, times: int) -> None:
         Check.at_most(f"{row.fault}: rejection p99, s", percentile(seen.refused, 0.99), REJECTED_S[times])
     )
     row.checks += _healthy(row, seen)
-    await rig.settle(row)
+    row.leaks += await rig.leaks()
 
 
 async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int) -> tuple[float, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,6 @@ class FaultRow:
     """what in clients' histories breaks a rule"""
     checks: list[Check] = field(default_factory=list)
     """what this fault promises besides"""
-    complete: bool = False
-    """whether all repetitions are done"""
 
     def count(self, streams: Sequence[Stream]) -> None:
         """Take in requests that ended."""
@@ -97,15 +95,18 @@ class FaultRow:
         """Whether all of it held, in a word."""
         return "ok" if self.ok else "weak" if self.weak else "FAILED"
 
+    @property
+    def line(self) -> str:
+        """What came of it, and which checks failed."""
+        failed = [check for check in self.to_checks() if not check.ok]
+        why = "".join(f"; {check.name}: {check.value:g} ({check.note or check.bound})" for check in failed)
+        recovery = f", recovery p99 {self.p99:.2f} s" if self.recoveries else ""
+        figures = f"{self.requests} requests, {self.failed} failed, {self.wrong} wrong{recovery}"
+        return f"{self.fault} {self.verdict}, {self.repetitions} times: {figures}{why}"
+
     def to_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
         return asdict(self) | {"recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> FaultRow:
-        """What `to_json` gave. Raises KeyError, TypeError."""
-        values = {one.name: told[one.name] for one in fields(cls)}
-        return cls(**values | {"checks": [Check(**check) for check in values["checks"]]})
 
 
 def _some(said: Sequence[str]) -> str:

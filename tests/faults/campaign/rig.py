@@ -58,8 +58,6 @@ class Scenario:
     group: str
     proves: str
     run: Run
-    trains: bool = False
-    """whether it needs heads whose weights can be replaced"""
     adapts: bool = False
     """whether it needs an adapter for them, and Redis"""
 
@@ -72,24 +70,16 @@ class Rig:
     proxies: Proxies
     plan: Plan
     answers: Answers
-    note: Callable[[FaultRow], None]
-    """told of a row whenever a repetition of it ended"""
     _all: tuple[str, ...] = ()
     _idle: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """open files and threads of each process whenever it was idle, by pid"""
 
     @classmethod
-    async def on(
-        cls,
-        stack: Stack,
-        proxies: Proxies,
-        plan: Plan,
-        note: Callable[[FaultRow], None] = lambda row: None,
-    ) -> Rig:
+    async def on(cls, stack: Stack, proxies: Proxies, plan: Plan) -> Rig:
         """Ask plain decoding everything once, and see what an idle stack looks like."""
         asked = await asyncio.to_thread(questions, stack.address.split(",")[0], PROMPTS)
         answers = await plain_answers(stack.address.split(",")[0], asked, plan.new_tokens)
-        rig = cls(stack, proxies, plan, answers, note, tuple(stack.services))
+        rig = cls(stack, proxies, plan, answers, tuple(stack.services))
         async with rig.load() as load:  # every path has been used once before files and threads are counted
             await rig.until(lambda: load.tokens >= plan.sessions * plan.new_tokens, START_S)
         await rig.leaks()
@@ -125,23 +115,15 @@ class Rig:
             await asyncio.sleep(_POLL_S)
         return True
 
-    async def run(self, scenario: Scenario, row: FaultRow | None = None) -> FaultRow:
-        """All repetitions of one scenario; what breaks it off counts as a failed check, and all processes are back.
-
-        `row`: where those that were done before are noted.
-        """
-        row = row or FaultRow(scenario.name)
+    async def run(self, scenario: Scenario) -> FaultRow:
+        """All repetitions of one scenario; what breaks it off counts as a failed check, and all processes are back."""
+        row = FaultRow(scenario.name)
         try:
             await scenario.run(self, row)
         except (CoppiceError, OSError, psutil.Error) as error:
             row.leaks.append(f"broken off: {' '.join(str(error).split())[:300]}")
             await self.repair()
         return row
-
-    async def settle(self, row: FaultRow) -> None:
-        """A repetition's end: everything is let go of, and the row is noted."""
-        row.leaks += await self.leaks()
-        self.note(row)
 
     async def repair(self) -> None:
         """Every process runs, answers and is connected again. Raises ProcessFailed."""
@@ -192,7 +174,7 @@ class Rig:
         row.count(load.streams)
         if fault in ("kill", "term") and not await self.undo(fault, name):
             row.leaks.append(f"{name} did not end well")
-        await self.settle(row)
+        row.leaks += await self.leaks()
 
     async def under_way(self, row: FaultRow, load: Load, names: Iterable[str]) -> None:
         """Wait until the load is worth the name and these processes take part in it; else the repetition is weak."""
@@ -209,11 +191,8 @@ class Rig:
         await self.until(lambda: 2 * len(load.answering) >= wanted, 1.0)
 
     @contextlib.asynccontextmanager
-    async def watched(self, row: FaultRow, names: Iterable[str] = (), more: bool = False) -> AsyncIterator[Load]:
-        """One repetition of something else than a blow: a load around it, then everything as before.
-
-        `more`: there is more to this repetition, whose end the caller notes.
-        """
+    async def watched(self, row: FaultRow, names: Iterable[str] = ()) -> AsyncIterator[Load]:
+        """One repetition of something else than a blow: a load around it, then everything as before."""
         row.repetitions += 1
         async with self.load() as load:
             await self.under_way(row, load, names)
@@ -222,10 +201,7 @@ class Rig:
             ended = time.monotonic()
         row.recovered([stream for stream in load.streams if (stream.ended or ended) > began], began, ended)
         row.count(load.streams)
-        if more:
-            row.leaks += await self.leaks()
-        else:
-            await self.settle(row)
+        row.leaks += await self.leaks()
 
     # --- what is left behind ---
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from coppice.config.sections import ADAPTED_KINDS
-from coppice.errors import InvalidField
+import typer
+
 from coppice.stack.spec import StackSpec
 from lab.measuring import clean_check
 from lab.report import Check
 from tests.faults.campaign import adaptation, clients, scenarios
-from tests.faults.campaign.ledger import Ledger
+from tests.faults.campaign.report import FaultRow
 from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
 
 
@@ -22,44 +22,38 @@ def every() -> list[Scenario]:
     return [*scenarios.SCENARIOS, *clients.SCENARIOS, *adaptation.SCENARIOS]
 
 
-def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[Scenario]]:
-    """The scenarios of names and groups, none meaning all, and those left out because no head of the stack can learn.
-
-    Raises InvalidField for what is neither, and for what was asked for by name and cannot be done.
-    """
+def choose(kinds: Sequence[str]) -> list[Scenario]:
+    """The scenarios of names and groups, none meaning all. Raises BadParameter for what is neither."""
     asked = {part for kind in kinds for part in kind.split(",") if part}
-    known = {name for one in every() for name in (one.name, one.group)}
+    known = {name for each in every() for name in (each.name, each.group)}
     if unknown := sorted(asked - known):
-        raise InvalidField("kinds", f"{unknown[0]!r} is none of {', '.join(sorted(known))}")
-    chosen = [one for one in every() if not asked or {one.name, one.group} & asked]
-    learns = any(head.kind in ADAPTED_KINDS for head in spec.heads)
-    impossible = [one for one in chosen if (one.trains or one.adapts) and not learns]
-    if asked and impossible:
-        raise InvalidField("kinds", f"{impossible[0].name} needs a head of these kinds: {', '.join(ADAPTED_KINDS)}")
-    return [one for one in chosen if one not in impossible], impossible
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(sorted(known))}", param_hint="--kinds")
+    return [each for each in every() if not asked or {each.name, each.group} & asked]
 
 
-def campaign(spec: StackSpec, chosen: Sequence[Scenario], plan: Plan, ledger: Ledger, folder: Path) -> list[Check]:
-    """Run what the ledger lacks of scenarios, those that need an adapter on a second stack, whose adapter keeps its
-    state in `folder`. Return a check of each stack.
+def campaign(
+    spec: StackSpec, chosen: Sequence[Scenario], plan: Plan, folder: Path, say: Callable[[str], object]
+) -> tuple[list[FaultRow], list[Check]]:
+    """Run scenarios, those that need an adapter on a second stack, whose adapter keeps its state in `folder`. Return a
+    row of each, which is said when it is done, and a check of each stack.
     """
+    rows: list[FaultRow] = []
     checks: list[Check] = []
     for adapts in (False, True):
-        left = [one for one in chosen if one.adapts == adapts and ledger.left(one.name)]
-        if not left:
+        some = [scenario for scenario in chosen if scenario.adapts == adapts]
+        if not some:
             continue
-        ledger.print(f"starting a stack for {len(left)} faults")
         with proxied(adapting(spec, folder / "adapter") if adapts else spec, plan.tls) as (stack, proxies):
 
-            async def all_of_them(left: Sequence[Scenario] = left) -> None:
-                rig = await Rig.on(stack, proxies, plan, ledger.note)
-                for one in left:
-                    rig.plan = replace(plan, repeat=ledger.left(one.name))
-                    ledger.complete(await rig.run(one, ledger.begin(one.name)))
+            async def all_of_them(some: Sequence[Scenario] = some) -> None:
+                rig = await Rig.on(stack, proxies, plan)
+                for scenario in some:
+                    rows.append(await rig.run(scenario))
+                    say(rows[-1].line)
 
             asyncio.run(all_of_them())
         checks.append(clean_check(stack))
-    return checks
+    return rows, checks
 
 
 def adapting(spec: StackSpec, folder: Path) -> StackSpec:

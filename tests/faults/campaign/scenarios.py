@@ -97,7 +97,7 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
     await rig.restart(*names)
     share = percentile(rates[""], 0.5) / max(1e-9, percentile(rates["plain"], 0.5))
     row.checks.append(Check.at_least(f"{row.fault}: throughput over plain's", share, GONE_SHARE))
-    await rig.settle(row)
+    row.leaks += await rig.leaks()
 
 
 async def verdict_lost(rig: Rig, row: FaultRow) -> None:
@@ -115,7 +115,7 @@ async def verdict_lost(rig: Rig, row: FaultRow) -> None:
         row.count(load.streams)
         row.recovered(met, began, ended)
         await rig.restart(name)
-        await rig.settle(row)
+        row.leaks += await rig.leaks()
 
 
 async def kv_exhausted(rig: Rig, row: FaultRow) -> None:
@@ -132,7 +132,7 @@ async def kv_exhausted(rig: Rig, row: FaultRow) -> None:
                     most = max([most, *[(await rig.held(name)).kv_tokens for name in names]])
                     await asyncio.sleep(0.02)
             row.count(load.streams)
-            await rig.settle(row)
+            row.leaks += await rig.leaks()
     finally:
         await rig.restart(*names)
     if most < room / 2:
