@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR
@@ -70,7 +67,7 @@ def load_engine(
         self_check(engine)
         if invariant:
             engine.bits_hash = check_invariant(engine)
-    _release_files(folder)
+    _let_go_of_files(engine.model)
     return engine
 
 
@@ -157,16 +154,13 @@ def _unscaled(folder: Path) -> set[str]:
     return names
 
 
-def _release_files(folder: Path) -> None:
-    """Let go of what is in memory of a folder's files, as long as nobody wrote to it: weights that lie in another form
-    now are read there no more, and others are mapped again when they are read. For systems that show their maps.
-    """
-    files, maps = {str(file.resolve()) for file in folder.glob("*.safetensors")}, Path("/proc/self/smaps")
-    shown = maps.read_text(encoding="utf-8") if maps.is_file() else ""
-    for first, end, file in re.findall(r"^(\w+)-(\w+) .* (/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB", shown, re.M):
-        if file in files:
-            start, size = ctypes.c_void_p(int(first, 16)), ctypes.c_size_t(int(end, 16) - int(first, 16))
-            ctypes.CDLL(None).madvise(start, size, mmap.MADV_DONTNEED)
+def _let_go_of_files(model: PreTrainedModel) -> None:
+    """Copy what of a packed model still lies in mapped files, which hold the other weights as they were, too."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_mkldnn for tensor in tensors):
+        for tensor in tensors:
+            if not tensor.is_mkldnn:
+                tensor.data = tensor.data.clone()
 
 
 def _is_quantised(folder: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -35,7 +34,7 @@ from coppice.engine import modules, steps
 from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
-from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.loading import load_engine
 from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import Earlier, Piece, pack
 from coppice.engine.sdpa import sdpa
@@ -334,19 +333,15 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     assert load_engine(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
     with pytest.raises(ValueError, match="int8"):
         load_engine(tmp_path, kv_tokens=100, dtype="int8")
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnusableFolder, match="safetensors"):
-        load_engine(tmp_path, kv_tokens=100)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="the system shows no maps")
-def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="the system shows no maps")
+def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "pays", lambda _: torch.backends.mkldnn.is_available())
     model = model_of("llama")
     model.save_pretrained(tmp_path)
     engine = load_engine(tmp_path, kv_tokens=256)
-    for part in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
-        if str(tmp_path) in part:
-            assert re.search(r"^Rss: +0 kB", part, re.MULTILINE)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     ids = some_ids(9)
     assert_same(prefill(engine, "a", ids)[1], plain_logits("llama", ids)[-1])
 

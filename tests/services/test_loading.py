@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BloomConfig,
     Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -30,7 +27,6 @@ from coppice.engine.engine import Engine, default_feature_layers, fingerprint
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.testing.tiny_models import save_tiny
-from tests.layout.test_layout import ROOT
 from tests.tiny import make_target
 
 WEIGHTS = "model.safetensors"
@@ -47,35 +43,21 @@ def folder(target: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(target, tmp_path / "copy"))
 
 
-def without_two(tensors: Tensors) -> Tensors:
-    lost = ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight")
-    return {name: tensor for name, tensor in tensors.items() if name not in lost}
-
-
-def renamed(tensors: Tensors) -> Tensors:
-    return {name.replace("model.", "transformer."): tensor for name, tensor in tensors.items()}
-
-
-def one_more(tensors: Tensors) -> Tensors:
-    return {**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
-
-
-def narrower(tensors: Tensors) -> Tensors:
-    return {**tensors, "lm_head.weight": tensors["lm_head.weight"][:, :16].contiguous()}
-
-
-def in_integers(tensors: Tensors) -> Tensors:
-    return {**tensors, "lm_head.weight": (100 * tensors["lm_head.weight"]).to(torch.int8)}
+Q, HEAD = "model.layers.0.self_attn.q_proj", "lm_head.weight"
+LOST = f"{Q}.weight", "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_two, "lacks model.layers.0.self_attn.q_proj.weight, model.layers.1.mlp.up_proj.weight"),
-        (renamed, "lacks .* and 17 more"),
-        (one_more, "has no place for, model.layers.0.self_attn.q_proj.bias"),
-        (narrower, "in another shape lm_head.weight"),
-        (in_integers, "not quantised, but holds no floating numbers in lm_head.weight"),
+        (lambda all_: {name: all_[name] for name in all_ if name not in LOST}, f"lacks {', '.join(LOST)}"),
+        (lambda all_: {name.replace("model.", "transformer."): all_[name] for name in all_}, "lacks .* and 17 more"),
+        (lambda all_: {**all_, f"{Q}.bias": torch.zeros(32)}, f"has no place for, {Q}.bias"),
+        (lambda all_: {**all_, HEAD: all_[HEAD][:, :16].contiguous()}, f"in another shape {HEAD}"),
+        (
+            lambda all_: {**all_, HEAD: all_[HEAD].to(torch.int8)},
+            f"no floating numbers in {HEAD}",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_the_whole_model_is_refused(
@@ -127,31 +109,27 @@ class Odd(nn.Module):
         self.register_buffer("view", torch.arange(9, dtype=torch.float32)[1:])
 
 
-def changes() -> dict[str, Callable[[Any], None]]:
-    def put(name: str, value: Tensor) -> Callable[[Any], None]:
-        return lambda model: getattr(model, name).data.copy_(value)
-
-    odd = Odd()
-    return {
-        "a value": lambda model: model.matrix.data[1, 1].add_(1e-6),
-        "rows change places": put("matrix", odd.matrix.data.flip(0)),
-        "a large one's rows change places": put("large", odd.large.data.flip(0)),
-        "a large one's last bit": lambda model: model.large.data.view(torch.int16)[20, 100].bitwise_xor_(1),
-        "columns change places": put("matrix", odd.matrix.data.roll(2, 1)),
-        "odd columns change places": put("odd", odd.odd.data.roll(1, 1)),
-        "a sign of zero": lambda model: model.view[0].copy_(torch.tensor(-1.0)),
-        "a flag": lambda model: model.flags[1].fill_(True),
-        "a shape": lambda model: setattr(model, "scalar", model.scalar[None]),
-        "a dtype": lambda model: setattr(model, "scalar", model.scalar.int()),
-    }
+ODD = Odd()
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a value": lambda model: model.matrix.data[1, 1].add_(1e-6),
+    "rows change places": lambda model: model.matrix.data.copy_(ODD.matrix.flip(0)),
+    "a large one's rows change places": lambda model: model.large.data.copy_(ODD.large.flip(0)),
+    "a large one's last bit": lambda model: model.large.data.view(torch.int16)[20, 100].bitwise_xor_(1),
+    "columns change places": lambda model: model.matrix.data.copy_(ODD.matrix.roll(2, 1)),
+    "odd columns change places": lambda model: model.odd.data.copy_(ODD.odd.roll(1, 1)),
+    "a sign of zero": lambda model: model.view[0].copy_(torch.tensor(-1.0)),
+    "a flag": lambda model: model.flags[1].fill_(True),
+    "a shape": lambda model: setattr(model, "scalar", model.scalar[None]),
+    "a dtype": lambda model: setattr(model, "scalar", model.scalar.int()),
+}
 
 
-@pytest.mark.parametrize("change", changes())
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_fingerprint_notices(change: str) -> None:
     model = Odd()
     before = fingerprint(model)
     assert fingerprint(copy.deepcopy(model)) == before
-    changes()[change](model)
+    CHANGES[change](model)
     assert fingerprint(model) != before
 
 
@@ -184,43 +162,22 @@ def test_a_class_with_experts_is_looked_at_without_its_weights(kind: str, tmp_pa
     assert len(read_layout(model.eval()).layers) == 4
 
 
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "another task": lambda folder: T5Config(d_model=32, num_heads=4, vocab_size=96).save_pretrained(folder),
+    "unknown type": lambda folder: (folder / "config.json").write_text('{"model_type": "of tomorrow"}'),
+    "pickle only": lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # it is never opened
+    "cut off": lambda folder: os.truncate(folder / WEIGHTS, 1000),
+}
 
 
-def another_task(folder: Path) -> None:
-    T5Config(d_model=32, num_heads=4, vocab_size=96).save_pretrained(folder)
-
-
-def unknown_type(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "of tomorrow"}')
-
-
-def pickle_only(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")  # it is never opened
-
-
-def cut_off(folder: Path) -> None:
-    os.truncate(folder / WEIGHTS, 1000)
-
-
-@pytest.mark.parametrize("spoil", [no_config, another_task, unknown_type, pickle_only, cut_off])
-def test_an_unusable_folder_is_one_line(spoil: Callable[[Path], None], folder: Path) -> None:
-    spoil(folder)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_an_unusable_folder_is_one_line(spoilt: str, folder: Path) -> None:
+    SPOILT[spoilt](folder)
     with pytest.raises(UnusableFolder) as refused:
         load_engine(folder, kv_tokens=256)
     assert str(folder) in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_up_says_in_one_line_why_its_verifier_does_not_start(tmp_path: Path) -> None:
-    BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
-    program = "from coppice.cli import main; main()"
-    command = [sys.executable, "-c", program, "up", "--target", str(tmp_path), "--port", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("coppice: verifier: BloomForCausalLM")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_layers_are_the_text_models_beside_a_vision_tower_as_deep() -> None:

@@ -92,25 +92,20 @@ async def test_a_guest_that_does_not_load_is_none(host: Adder) -> None:
     assert host.batches == [[1]]
 
 
-class Threaded(Adder):
-    """Notes with how many of torch's threads it serves; `load` sets their number."""
-
-    def __init__(self, name: str, threads: int, host: BatchingThread | None = None) -> None:
-        super().__init__(name, host)
-        self._set = threads
-        self.counts: set[int] = set()
-
-    def load(self) -> None:
-        torch.set_num_threads(self._set)
-
-    def serve(self) -> None:
-        self.counts.add(torch.get_num_threads())
-        super().serve()
-
-
 async def test_a_guest_computes_with_its_own_threads_and_the_host_with_its_own() -> None:
-    host = Threaded("host", 3)
-    guest = Threaded("guest", 2, host)
+    class Threaded(Adder):
+        """Sets at its load how many of torch's threads it computes with, and notes how many it serves with."""
+
+        def load(self) -> None:
+            self.counts: set[int] = set()
+            torch.set_num_threads(len(self.name))
+
+        def serve(self) -> None:
+            self.counts.add(torch.get_num_threads())
+            super().serve()
+
+    host = Threaded("hhh")
+    guest = Threaded("gg", host)
     for thread in (host, guest):
         await thread.start()
     for number in range(10):

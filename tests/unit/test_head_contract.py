@@ -31,57 +31,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Kept(HeadContract):
-    """The contract, kept by a kind of this package."""
+class TestEveryKind(HeadContract):
+    """The contract, kept by the kinds of this package."""
 
     vocab_size = VOCAB
-    settings: DrafterSettings
 
-    @pytest.fixture(autouse=True)
-    def told(self, models: Path) -> None:
-        kind = type(self).__name__.removeprefix("Test").lower()
-        path = str(models / kind) if (models / kind).exists() else ""
-        given = {"path": path, "target": str(models / "target"), "threads": 1}
-        self.settings = DrafterSettings.model_validate({"kind": kind, **given})
+    @pytest.fixture(autouse=True, params=HEAD_KINDS)
+    def of_a_kind(self, request: pytest.FixtureRequest, models: Path) -> None:
+        path = str(models / request.param) if (models / request.param).exists() else ""
+        target = str(models / "target")
+        self.settings = DrafterSettings(kind=request.param, path=path, target=target, threads=1)
 
     def make_head(self) -> Head:
         return build_head(self.settings)
-
-
-class TestBigram(Kept):
-    pass
-
-
-class TestLookup(Kept):
-    pass
-
-
-class TestLm(Kept):
-    pass
-
-
-class TestEagle3(Kept):
-    pass
-
-
-class TestSpecblock(Kept):
-    pass
-
-
-class TestDflash(Kept):
-    pass
-
-
-class TestJetspec(Kept):
-    pass
-
-
-class TestDspark(Kept):
-    pass
-
-
-def test_every_kind_keeps_the_contract() -> None:
-    assert {kind.__name__.removeprefix("Test").lower() for kind in Kept.__subclasses__()} == set(HEAD_KINDS)
 
 
 # --- heads that break it ---
