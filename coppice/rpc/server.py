@@ -113,13 +113,22 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
+@contextlib.asynccontextmanager
+async def within(seconds: float, late: CoppiceError) -> AsyncIterator[None]:
+    """Raise `late` when the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise late from None
+
+
 async def _only(requests: AsyncIterator[Any], within_s: float) -> Any:
     """The one message of a call. grpc's own handlers wait for it without a bound, and never answer when none comes."""
-    try:
-        async with asyncio.timeout(within_s):
-            request = await anext(requests, None)
-    except TimeoutError:
-        raise Unavailable(f"no message for {within_s:g} s") from None
+    async with within(within_s, Unavailable(f"no message for {within_s:g} s")):
+        request = await anext(requests, None)
     if request is None:
         raise InvalidField("request", "the call ended without a message")
     return request
@@ -190,14 +199,10 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
         async with _guard(context, method.full_name), _read_out(requests), door.access.admit(method, context):
             if door.full is not None and method.server_streaming:
                 door.full()
+            late = DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s")
             with tracing.serving(method.full_name, context.invocation_metadata()):
-                try:
-                    async with asyncio.timeout(door.limits.call_s) as ended:
-                        yield
-                except TimeoutError:
-                    if not ended.expired():
-                        raise
-                    raise DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s") from None
+                async with within(door.limits.call_s, late):
+                    yield
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         checked = _checked(requests)

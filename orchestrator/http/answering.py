@@ -17,6 +17,7 @@ from starlette.responses import Response
 from coppice.client.completion import StreamEvent
 from coppice.errors import Cancelled, DeadlineExceeded, Unavailable
 from coppice.rpc.access import Access
+from coppice.rpc.server import within
 from coppice.wire.generation import GenerationRequest, request_to_wire
 
 from ..service import GenerationServicer
@@ -70,15 +71,14 @@ class Answering:
     ) -> None:
         """Send the events of all requests."""
         call_s = self._service.settings.limits.call_s
+        late = DeadlineExceeded(f"a call ends after {call_s:g} s")
         try:
-            async with send, asyncio.timeout(call_s), contextlib.AsyncExitStack() as places:
+            async with send, within(call_s, late), contextlib.AsyncExitStack() as places:
                 for _ in requests[1:]:
                     await places.enter_async_context(self._access.client(headers.items(), counted=True))
                 group = await places.enter_async_context(asyncio.TaskGroup())
                 for index, request in enumerate(requests):
                     group.create_task(self._decode(index, request, send))
-        except TimeoutError:
-            raise DeadlineExceeded(f"a call ends after {call_s:g} s") from None
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

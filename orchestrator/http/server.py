@@ -26,7 +26,7 @@ from coppice.errors import Cancelled, DeadlineExceeded, InvalidField, Overloaded
 from coppice.limits import MAX_CONTEXT, REQUEST_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.access import Access, Certificates, is_loopback
-from coppice.rpc.server import MAX_PARTS, most_calls
+from coppice.rpc.server import MAX_PARTS, most_calls, within
 
 from ..service import GenerationServicer
 from . import errors
@@ -97,17 +97,13 @@ class Door:
         self._calls += 1
         # An answer has call_s, and its reader then has idle_s to read it.
         longest_s = self._limits.call_s + self._limits.idle_s
-        generates = path in GENERATES
+        generates, late = path in GENERATES, DeadlineExceeded(f"a call ends after {longest_s:g} s")
         try:
-            async with asyncio.timeout(longest_s) as ended, self._access.client(headers, counted=posts):
+            async with within(longest_s, late), self._access.client(headers, counted=posts):
                 if generates:
                     self._service.check_seats()
                 with tracing.serving(tracing.GENERATE, headers) if generates else contextlib.nullcontext():
                     yield
-        except TimeoutError:
-            if not ended.expired():
-                raise
-            raise DeadlineExceeded(f"a call ends after {longest_s:g} s") from None
         finally:
             self._calls -= 1
 
