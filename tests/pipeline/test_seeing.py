@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
@@ -114,30 +113,6 @@ def test_running_requests_and_kv_are_seen_while_they_last(stack: Stack, client: 
     list(events)
     assert seen[0] == 1
     assert 0 < seen[1] < 1
-
-
-def lines_of(stack: Stack) -> list[str]:
-    """The lines about requests in the orchestrator's log."""
-    assert stack.log_dir
-    text = (stack.log_dir / "orchestrator.log").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if re.search(r"\] request ", line)]
-
-
-def test_a_request_has_one_line_in_the_log(stack: Stack, client: Client) -> None:
-    before = len(lines_of(stack))
-    answer = client.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    with pytest.raises(coppice.errors.InvalidField):
-        client.generate(PROMPT, policy="single:nobody")
-    client.generate(PROMPT, max_new_tokens=1)
-    answered, refused, stepless = lines_of(stack)[before:]
-    assert "tau=1.0" in refused
-    assert "tau=1.0" in stepless
-    fields = dict(re.findall(r"(\w+)=(\S+)", answered))
-    assert fields.keys() == {"id", "policy", "prompt_tokens", "new_tokens", "tau", "seconds", "finish_reason"}
-    assert (fields["prompt_tokens"], fields["new_tokens"]) == (str(len(PROMPT)), str(NEW_TOKENS))
-    assert float(fields["tau"]) == pytest.approx(answer.tau, abs=0.01)
-    assert fields["finish_reason"] == "length"
-    assert "finish_reason=invalid_argument" in refused
 
 
 # --- traces ---

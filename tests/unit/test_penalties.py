@@ -45,7 +45,7 @@ def adjusted(
     return penalties.adjusted(row, path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids, ids, rows, biases, st.floats(0.5, 3))
 def test_bias_and_repetition_are_those_of_transformers(
     prompt: list[int], answer: list[int], row: NDArray[np.float32], bias: dict[int, float], repetition: float
@@ -60,7 +60,7 @@ def test_bias_and_repetition_are_those_of_transformers(
     assert np.array_equal(ours, scores[0].numpy())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids, ids, rows, penalty, penalty)
 def test_frequency_and_presence_are_those_of_openai(
     prompt: list[int], answer: list[int], row: NDArray[np.float32], frequency: float, presence: float
@@ -73,7 +73,7 @@ def test_frequency_and_presence_are_those_of_openai(
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids, ids, rows, biases, st.none() | st.floats(0.5, 3), penalty, penalty)
 def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
     prompt: list[int],
@@ -157,7 +157,7 @@ def random_tree(text: list[int], rng: Random) -> tuple[DraftTree, list[list[int]
     return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.zeros(len(tokens), np.float32)), texts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ids, st.sampled_from([0.0, 0.8]), biases, st.none() | st.floats(0.5, 3), penalty, penalty, st.integers(0, 99))
 def test_a_session_says_the_same_whatever_the_trees_are_and_wherever_it_is_opened_again(
     prompt: list[int],

@@ -95,13 +95,6 @@ def test_what_cannot_be_meant_is_refused_by_name(told: dict[str, Any], named: st
     assert named in str(refused.value)
 
 
-def test_a_pool_that_says_nothing_cannot_be_scaled() -> None:
-    silent = {"settings": {"server": {"metrics_port": -1}}}
-    assert build(Args.model_validate({"target": "t", "verifier": silent}))
-    with pytest.raises(InvalidField, match="metrics_port"):
-        build(Args.model_validate({"target": "t", "verifier": {**silent, "max_replicas": 2}}))
-
-
 def deployments(args: dict[str, Any]) -> dict[str, Any]:
     """What is built, by name."""
     door = build(Args.model_validate(args))._bound_deployment

@@ -132,7 +132,7 @@ def decoded(family: str, tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("family", MAKERS)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_text_is_what_the_tokenizer_decodes_and_comes_while_it_is_made(family: str, data: st.DataObject) -> None:
     """Where it differs, bytes of ByteFallback are no UTF-8 (docs/http.md), or an unknown decoder looks ahead."""
     tokens = data.draw(ids(family))
@@ -150,7 +150,7 @@ def test_a_text_is_what_the_tokenizer_decodes_and_comes_while_it_is_made(family:
 
 @pytest.mark.parametrize("family", MAKERS)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_stop_string_is_found_wherever_it_stands(family: str, data: st.DataObject) -> None:
     tokens = data.draw(ids(family))
     text = text_of(family, tokens)
@@ -207,7 +207,7 @@ def test_no_stop_strings_make_a_long_answer_slow() -> None:
 
 @pytest.mark.parametrize("family", [family for family in MAKERS if family != "strips both ends"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_prompt_is_what_the_tokenizer_decodes(family: str, data: st.DataObject) -> None:
     tokenizer, tokens = made(family)
     prompt = data.draw(ids(family))
@@ -220,7 +220,7 @@ PROMPTS = ["the cat", " the cat", "<|end|>the <tool>cat's", ""]
 
 @pytest.mark.parametrize("family", KNOWN)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.DataObject) -> None:
     """Behind an echo of ids and of a text, in front of which the tokenizer puts a special token."""
     tokenizer, tokens = made(family)
