@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from coppice.errors import CoppiceError, InvalidField
+from coppice.errors import CoppiceError
 from coppice.speculation.policy import UNION
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import paths
@@ -21,9 +21,6 @@ from .heads import NO_DRAFT, Draft, HeadSession
 from .outcomes import best_path, outcomes, step_log_probs
 from .step import Committed, Step, StepPolicy
 from .targets import LOST, TargetSession
-
-PREDICTING_KIND = "lookup"
-"""of heads that draft from a prediction, and from a client's earlier texts"""
 
 
 class Decoding:
@@ -43,7 +40,6 @@ class Decoding:
         self.request, self.text = request, text
         self.verifier, self.drafting, self.policy = verifier, drafting, policy
         self.output, self.account = output, account
-        self.steps = 0
         self._behind: Step | None = None  # a step that was not learnt from yet
 
     async def run(self, started: Callable[[SessionOpened | None], None]) -> Finished:
@@ -76,7 +72,6 @@ class Decoding:
                 step.committed_at = time.perf_counter_ns()
                 self.policy.observe(step)
                 self._behind = step
-                self.steps = step.number
                 step = self._begin(step, root)
         finally:
             self._catch_up()
@@ -161,7 +156,7 @@ class Drafting:
     def __init__(self, heads: Sequence[HeadSession], deadline_s: float) -> None:
         """deadline_s: how long a step waits for drafts; 0: as long as the slowest asked head's drafts usually take."""
         self.heads, self._deadline_s = heads, deadline_s
-        self._predictions = {at: PredictionUse() for at, head in enumerate(heads) if head.opening.prediction}
+        self._tried, self._came_true = set[int](), set[int]()  # places of the prediction, from 1: each counts once
 
     def name(self, number: int) -> str:
         """The name of a head; empty for none of them."""
@@ -200,8 +195,8 @@ class Drafting:
         """Tell the heads what the step committed and what they missed."""
         for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
             if head.opening.want_misses and step.choice.routed in (at, UNION):
-                verdict = step.verdict
-                head.reject(draft, verdict.fence.committed_len - len(verdict.accepted), step.offered)
+                start = step.verdict.fence.committed_len - len(step.verdict.accepted)
+                head.reject(draft, start, step.offered)
 
     def calibrate(self, step: Step) -> None:
         """Learn what the heads' confidences are worth, from every node that the text says something about.
@@ -209,39 +204,22 @@ class Drafting:
         Those of a prediction are worth what they say, and belong to this request alone.
         """
         for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
-            if at in self._predictions:
+            if head.opening.prediction:
                 if step.choice.routed in (at, UNION):
-                    self._predictions[at].learn(step, draft)
+                    self._count_predicted(step, draft)
             elif len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, step.offered))
                 if draft.replica is not None and draft.replica.watch.expected and head.is_measured:
                     head.pool.judge(draft.replica, best_path(draft.tree, step.offered), draft.weights_version)
 
-    def count(self, result: Finished) -> None:
-        """Add to an answer's summary what came of its prediction."""
-        for use in self._predictions.values():
-            result.accepted_prediction_tokens += len(use.accepted)
-            result.rejected_prediction_tokens += len(use.verified - use.accepted)
-
-
-class PredictionUse:
-    """The places of a prediction, from 1, whose tokens one head drafted: each counts once."""
-
-    def __init__(self) -> None:
-        self.verified: set[int] = set()
-        self.accepted: set[int] = set()
-
-    def learn(self, step: Step, draft: Draft) -> None:
-        """Take in what the step verified, and its text took, of a head's draft that was chosen or is part of it."""
+    def _count_predicted(self, step: Step, draft: Draft) -> None:
+        """Take in what the step verified, and its text took, of a draft that was chosen or is part of what was."""
         drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
         places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
-        self.verified |= {places[node - 1] for node in step.verified.tolist()} - {0}
-        self.accepted |= {places[node - 1] for node in step.verdict.accepted[: step.num_accepted]} - {0}
+        self._tried |= {places[node - 1] for node in step.verified.tolist()} - {0}
+        self._came_true |= {places[node - 1] for node in step.verdict.accepted[: step.num_accepted]} - {0}
 
-
-def check_predicted(kinds: Iterable[str]) -> None:
-    """Raise InvalidField when no head that is asked drafts from a prediction; "" is the kind of one never reached."""
-    kinds = set(kinds)
-    if not {PREDICTING_KIND, ""} & kinds:
-        names = ", ".join(sorted(kinds)) or "none"
-        raise InvalidField("prediction", f"a {PREDICTING_KIND} head drafts from it; heads asked are of kind: {names}")
+    def count(self, result: Finished) -> None:
+        """Add to an answer's summary what came of its prediction."""
+        result.accepted_prediction_tokens = len(self._came_true)
+        result.rejected_prediction_tokens = len(self._tried - self._came_true)

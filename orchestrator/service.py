@@ -29,7 +29,7 @@ from .answer import Account, Output
 from .auto import AutoPolicy, Rates, Text
 from .encoder import Encoder, TextCodec
 from .heads import HeadPool, HeadSession, feature_layers
-from .loop import PREDICTING_KIND, Decoding, Drafting, check_predicted
+from .loop import Decoding, Drafting
 from .metrics import OrchestratorMetrics
 from .step import Committed, StepPolicy
 from .targets import TargetPool, TargetSession
@@ -39,6 +39,7 @@ from .tokens import client_salt
 P = TypeVar("P")
 
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
+_PREDICTING = "lookup"  # kind of heads that draft from a prediction, and from a client's earlier texts
 
 
 class GenerationServicer:
@@ -164,8 +165,10 @@ class GenerationServicer:
         budget = request.budget or 0
         pools = [self.heads[name] for name in policy.heads]
         layers = await feature_layers(pools if budget else [], "policy")
-        if request.prediction_ids:
-            check_predicted(pool.kind for pool in pools)
+        kinds = {pool.kind for pool in pools}
+        if request.prediction_ids and not {_PREDICTING, ""} & kinds:  # "": of one never reached
+            names = ", ".join(sorted(kinds)) or "none"
+            raise InvalidField("prediction", f"a {_PREDICTING} head drafts from it; heads asked are of kind: {names}")
         heads = [self._head_session(pool, account.id, request) for pool in pools]
         opening = self._opening(request, account.id, prompt_tokens, layers)
         started = Started(prompt_tokens, policy.name, policy.heads, budget, request.sampling.seed)
@@ -177,23 +180,22 @@ class GenerationServicer:
         drafting = Drafting(heads, self.settings.orchestrator.draft_deadline_ms / 1e3)
         decoding = Decoding(request, Committed(ids), verifier, drafting, steps, output, account)
         account.result, account.policy = output.result, policy.name
-        finished = False
         try:
             result = await decoding.run(lambda opened: send(_scored(started, request, ids[:prompt_tokens], opened)))
-            finished = True
+            for head in heads:
+                if self.signals is not None and head.learns:
+                    self.signals.query(head.pool.name, _record(account.id, result, head))
             return result
         finally:
             verifier.close()
             steps.close()
             for head in heads:
                 head.close()
-                if self.signals is not None and finished and head.learns:
-                    self.signals.query(head.pool.name, _record(decoding, head))
 
     def _step_policy(self, request: GenerationRequest, policy: Policy) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
         names = policy.heads
-        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == PREDICTING_KIND]
+        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == _PREDICTING]
         if policy.name == "auto" and request.budget:
             rates = self._rates.setdefault(frozenset(names), Rates())
             return AutoPolicy(rates, Text(names, request.sampling.temperature > 0, predicted), names, self.metrics)
@@ -222,7 +224,7 @@ class GenerationServicer:
         """One head of a request; it reports its misses when it is of a kind that an adapter trains on them."""
         learns = self.signals is not None and bool(pool.feature_layers) and bool(request.budget)
         misses = self.signals is not None and learns and self.signals.demand_for(pool.name) == "misses"
-        predicts = pool.kind == PREDICTING_KIND
+        predicts = pool.kind == _PREDICTING
         prediction = (request.prediction_ids or ()) if predicts else ()
         salt = client_salt() if predicts else ""
         opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, prediction, salt)
@@ -299,11 +301,12 @@ def _scored(started: Started, request: GenerationRequest, prompt: list[int], ope
     return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)
 
 
-def _record(decoding: Decoding, head: HeadSession) -> QueryRecord:
-    result, signal = decoding.output.result, head.signal
+def _record(session: str, result: Finished, head: HeadSession) -> QueryRecord:
+    """What an adapter is told of an answer that has ended, about one of its heads."""
+    signal = head.signal
     kind, variant = next(iter(signal.choices), (0, 0))
     return QueryRecord(
-        session=decoding.account.id,
+        session=session,
         s=signal.s,
         tau=result.tau,
         new_tokens=result.new_tokens,
