@@ -226,23 +226,6 @@ def test_the_pq_chain_has_the_targets_law(params: SamplingParams) -> None:
     assert min(lengths[length] for length in range(3)) > 200
 
 
-def test_a_greedy_pq_chain_is_the_greedy_text() -> None:
-    for seed in range(200):
-        target, drafter = random_target(seed, VOCAB), random_target(seed, VOCAB, sharpness=1.0)
-        tree, q_rows = drafted_chain(decoded(drafter, SAMPLED[0]), 3, seed)
-        text = committed(tree, pq_chain(tree, rows_of(target, tree, GREEDY), q_rows, seed))
-        assert text == plain_text(target, GREEDY, len(text))
-
-
-def test_a_drafter_that_is_the_target_is_always_accepted() -> None:
-    target, params = random_target(11, VOCAB), SAMPLED[0]
-    for seed in range(200):
-        tree, q_rows = drafted_chain(decoded(target, params), 3, seed)
-        outcome = pq_chain(tree, rows_of(target, tree, params), q_rows, seed)
-        assert outcome.path == (1, 2, 3)
-        assert outcome.drawn is not None
-
-
 def test_a_rejected_draft_is_replaced_from_the_residual() -> None:
     row = (np.arange(3), np.log([0.5, 0.3, 0.2]))
     q_rows = np.array([[0.2, 0.7, 0.1]])
