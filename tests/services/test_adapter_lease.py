@@ -16,9 +16,9 @@ from tests.signals import eventually
 
 __all__ = ["redis"]  # the fixture
 
-LEASE_S = 0.8
-LATE_S = LEASE_S / 5 + 0.6
-"""between the end of a lease and somebody's noticing it, on a busy machine"""
+LEASE_S = 1.0
+LATE_S = 30.0
+"""longest wait for what comes soon on an idle machine"""
 
 
 def lease_of(redis: LocalRedis) -> Lease:
@@ -61,7 +61,7 @@ async def test_a_holder_that_hangs_is_succeeded_and_knows(redis: LocalRedis) -> 
     assert await first.take()
     assert not await second.take()
     began = asyncio.get_running_loop().time()
-    await asyncio.wait_for(second.wait(), LEASE_S + LATE_S)
+    await asyncio.wait_for(second.wait(), LATE_S)
     assert asyncio.get_running_loop().time() - began > LEASE_S / 2
     assert not first.held()  # by its own clock, before it hears of it
     with pytest.raises(LeaseLost):
@@ -76,14 +76,14 @@ async def test_a_holder_goes_on_after_redis_was_away_unless_somebody_else_had_it
     assert await first.take()
     async with kept(first) as keeping:
         redis.stop()
-        assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
+        assert await soon(lambda: not first.held(), LATE_S)
         redis.start()  # empty
         assert await soon(first.held, LATE_S)
         client_of(redis).flushall()
         await asyncio.sleep(LEASE_S)
         assert first.held()
         redis.stop()
-        assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
+        assert await soon(lambda: not first.held(), LATE_S)
         redis.start()
         client_of(redis).hset(LEASE_KEY, mapping={"token": "another's"})
         await asyncio.wait([keeping], timeout=LATE_S)

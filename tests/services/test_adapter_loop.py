@@ -367,14 +367,6 @@ async def test_weights_that_somebody_else_pushed_are_replaced(tmp_path: Path) ->
         assert status.weights_hash == drafter.live.hash == FIRST.hash
 
 
-async def test_a_replica_that_the_directory_names_no_more_is_forgotten(tmp_path: Path) -> None:
-    async with rig_of(tmp_path, [Drafter(), Drafter()]) as rig:
-        gone = rig.addresses.pop()
-        await rig.until(lambda now: [replica.address for replica in now.replicas] == rig.addresses)
-        rig.addresses.append(gone)
-        await rig.until(lambda now: len(now.replicas) == 2 and all_current(now))
-
-
 async def test_versions_that_drafters_make_up_are_remembered_by_nobody(tmp_path: Path) -> None:
     """Neither in what the adapter shows nor in what it keeps, where they would take the place of true ones."""
     wild = Drafter(FIRST.changed({}, MAX_VERSION_STEP + 1))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from coppice.commands import adapter as adapter_command
-from coppice.errors import InvalidField
-from coppice.limits import MAX_HISTORY
 from coppice.v1 import adapter_pb2
 from coppice.wire import adapter
 from coppice.wire.adapter import ActionStatus, Change, HeadStatus, KindStatus, QueryPoint, ReplicaStatus, VersionStatus
@@ -43,22 +40,6 @@ STATUS = HeadStatus(
 def test_a_status_arrives_as_it_was_sent() -> None:
     message = adapter_pb2.GetStatusResponse.FromString(adapter.status_to_wire([STATUS]).SerializeToString())
     assert adapter.read_status(message) == [STATUS]
-
-
-def test_requests_arrive_and_are_checked() -> None:
-    assert adapter.read_status_request(adapter.status_request(head="a", history=7)) == ("a", 7)
-    assert adapter.read_rollback_request(adapter.rollback_request(head="", version=None)) == ("", None)
-    assert adapter.read_rollback_request(adapter.rollback_request(head="b", version=0)) == ("b", 0)
-    assert (
-        adapter.read_head_name(adapter.pause_request(head="b"))
-        == adapter.read_head_name(adapter.resume_request(head="b"))
-        == "b"
-    )
-    assert adapter.rollback_to_wire(version=4).version == 4
-    with pytest.raises(InvalidField, match="history"):
-        adapter.read_status_request(adapter.status_request(head="a", history=MAX_HISTORY + 1))
-    with pytest.raises(InvalidField, match="head"):
-        adapter.read_head_name(adapter.pause_request(head="no name"))
 
 
 # --- state ---
