@@ -138,24 +138,24 @@ class Output:
 def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
     """The tree that a step verified, for people to look at, then those that lost the routing to it."""
     tree, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
-    made: dict[tuple[int, ...], tuple[int, int]] = {}
+    makers: dict[tuple[int, ...], tuple[int, int]] = {}
     for head, draft in enumerate(step.drafts):
         for path, forward in zip(paths(draft.tree), made_by(draft.tree, draft.deltas), strict=True):
-            first, owners = made.get(path, (forward, 0))
-            made[path] = first, owners | 1 << head
+            first, owners = makers.get(path, (forward, 0))
+            makers[path] = first, owners | 1 << head
 
     def picture(tree: DraftTree, head: int, accepted: Sequence[int]) -> StepTree:
-        makers = [made[path] for path in paths(tree)]
+        own = [makers[path] for path in paths(tree)]
         return StepTree(
             root=step.root,
             tokens=tuple(tree.tokens.tolist()),
             parents=tuple(tree.parents.tolist()),
             log_probs=tuple(tree.log_probs.tolist()),
-            forwards=tuple(forward for forward, _ in makers),
+            forwards=tuple(forward for forward, _ in own),
             pieces=tuple(piece(token) for token in tree.tokens.tolist()),
             accepted=tuple(accepted),
             root_piece=piece(step.root),
-            owners=tuple(owners for _, owners in makers),
+            owners=tuple(owners for _, owners in own),
             routed=head,
         )
 

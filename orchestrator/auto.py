@@ -84,7 +84,7 @@ class Seconds:
         """The mean at a load; where it was never seen, at the nearest one, of two the lower. None: nothing was seen."""
         if load in self.by_load:
             return self.by_load[load][0]
-        nearest = min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
+        nearest = min(self.by_load, key=lambda seen: (abs(seen - load), seen), default=None)
         return None if nearest is None else self.by_load[nearest][0]
 
     def count(self, load: int) -> int:

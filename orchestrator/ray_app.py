@@ -125,11 +125,11 @@ def scale_by_sessions(context: AutoscalingContext) -> tuple[float, dict[str, Any
 
     A running replica that has not said yet what it holds counts as busy: nothing is taken away meanwhile.
     """
-    held = (context.aggregated_metrics or {}).get("sessions", {})
-    wanted = math.ceil(round(sum(held.values()) / context.config.target_ongoing_requests, 3))
-    if held.keys() >= set(context.running_replicas):
-        return wanted, {}
-    return max(wanted, context.target_num_replicas), {}
+    sessions = (context.aggregated_metrics or {}).get("sessions", {})
+    replicas = math.ceil(round(sum(sessions.values()) / context.config.target_ongoing_requests, 3))
+    if sessions.keys() >= set(context.running_replicas):
+        return replicas, {}
+    return max(replicas, context.target_num_replicas), {}
 
 
 class ServiceReplica:
@@ -319,8 +319,8 @@ def build(args: Args) -> serve.Application:
     verifiers = _deployed("verifier", "verifier", args.verifier, args, {"verifier": {"target": target}}, {})
     drafters = [_drafters(pool, args, target) for pool in args.drafters]
     heads = [f"{pool.name}=redis" for pool in args.drafters]
-    told: Sections = {"orchestrator": {"target": target, "verifiers": ["redis"], "heads": heads}}
-    orchestrators = _deployed("orchestrator", "orchestrator", args.orchestrator, args, told, {})
+    defaults: Sections = {"orchestrator": {"target": target, "verifiers": ["redis"], "heads": heads}}
+    orchestrators = _deployed("orchestrator", "orchestrator", args.orchestrator, args, defaults, {})
     door = serve.deployment(Ingress).options(
         name="ingress",
         num_replicas=args.ingress.replicas or 1,

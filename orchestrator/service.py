@@ -61,9 +61,8 @@ class GenerationServicer:
         self.heads, self.codec, self.metrics = heads, codec, metrics
         self.encoder = Encoder(codec, target.max_len, settings.limits) if codec else None
         self.token_bytes = TokenBytes(codec.tokenizer if codec else None)
-        wanted = settings.orchestrator.policy
-        self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
-        names = list(heads)
+        policy, names = settings.orchestrator.policy, list(heads)
+        self.default_policy = Policy.parse(policy, names) if policy else Policy.default(names)
         self.policies = ("plain", *(f"single:{name}" for name in names), *(policy_names()[1:] if names else ()))
         for policy in self.policies:  # those of other packages are imported here, or refused
             Policy.parse(policy, names)

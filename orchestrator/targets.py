@@ -303,15 +303,15 @@ class TargetSession:
             else:
                 return opened
 
-    async def reopen(self, ids: Sequence[int], steps: int, why: CoppiceError) -> SessionOpened:
-        """Prefill what is committed on another verifier, `steps` after the first. Raises `why` when that happened too
+    async def reopen(self, ids: Sequence[int], steps: int, reason: CoppiceError) -> SessionOpened:
+        """Prefill what is committed on another verifier, `steps` after the first. Raises `reason` when it happened too
         often in a row, and what `open` raises.
         """
         self._losses += 1
         if self._losses > _MOST_LOSSES:
-            raise why
+            raise reason
         if self._replica is not None:
-            log.warning("session lost", verifier=self._replica.address, why=str(why)[:200])
+            log.warning("session lost", verifier=self._replica.address, why=str(reason)[:200])
             self._replica.cool_down()
         self.close()
         async with self._pool.reopening:
@@ -370,8 +370,8 @@ class TargetSession:
                 finally:
                     replica.waiting.discard(wait)
         except TimeoutError:
-            why = "stopped answering" if replica.silent else f"did not answer in {timeout_s:.1f} s"
-            raise DeadlineExceeded(f"the verifier at {replica.address} {why}") from None
+            fault = "stopped answering" if replica.silent else f"did not answer in {timeout_s:.1f} s"
+            raise DeadlineExceeded(f"the verifier at {replica.address} {fault}") from None
         except asyncio.InvalidStateError:  # written to a stream that has ended: its status says why
             raise await _ending(call) from None
         except grpc.RpcError as error:
