@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import PackedBatch, RowTable, most_splits, pack, tail_blocks
 from coppice.engine.steps import Bucket, StepInputs
-from tests.kernels import split_size
 from tests.ragged_batches import Shape, filled_pool, random_batch, random_tree, tree_piece
 
 GROUP = 4
@@ -24,6 +23,12 @@ def inputs_of(batch: PackedBatch, pool: KVPool, bucket: Bucket | None = None) ->
     inputs = StepInputs(bucket or Bucket.of(batch, table), GROUP, pool)
     inputs.fill(batch, table)
     return inputs
+
+
+def split_size(blocks: torch.Tensor) -> torch.Tensor:
+    """Key blocks of a split of rows that see keys of so many: see most_splits."""
+    long = (blocks + 511) // 512 * 16
+    return torch.where(blocks <= 32, 4, torch.where(blocks <= 128, 8, long))
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=8)
