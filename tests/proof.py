@@ -23,7 +23,7 @@ from tests.faults.campaign.run import every
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, RESULT, LOGS = Path("docs/proof.json"), Path("docs/proof.md"), Path(".proof")
-COLUMNS = ("campaign", "commit", "date", "machine", "ok", "minutes", "said")
+COLUMNS = ("campaign", "commit", "date", "ok", "minutes", "said")
 FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s", "recovery_p99_s", "ok")
 MUTANTS = ("mutant", "check", "tokens", "found", "ok")
 UNIT = ("tree", "sampling", "acceptance", "routing")

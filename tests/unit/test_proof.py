@@ -89,7 +89,7 @@ def test_the_report_shows_the_first_failed_check_faults_and_older_results_of_oth
     writes = f"open('.proof/faults.json', 'w').write({json.dumps(rows)!r})"
     campaigns = fakes(root) | {"faults": (sys.executable, "-c", writes)}
     assert prove(campaigns, root, ["a", "fau"])
-    assert "| b |  |  |  |  |  | not run |" in (root / RESULT).read_text()
+    assert "| b |  |  |  |  | not run |" in (root / RESULT).read_text()
     (root / "b").mkdir()
     (root / "b" / "fail").touch()
     assert not prove(campaigns, root, ["b"])
