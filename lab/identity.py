@@ -71,8 +71,8 @@ class Way:
 
 
 Line = dict[str, Any]
-"""what a way said: its name, how many ids, their sha256, how often kills and weight syncs happened meanwhile, and the
-difference, where it first left what was expected"""
+"""what a way said: its name, how many ids, their sha256, how often kills and weight syncs happened meanwhile, the
+difference, where it first left what was expected, and how many ids were compared up to there, that one included"""
 
 
 def two_of_each(spec: StackSpec) -> StackSpec:
@@ -111,16 +111,18 @@ def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], hap
 
     The hash is of all ids, eight bytes each, every answer behind its length.
     """
-    whole = [ids for ids in answers if not isinstance(ids, str)]
+    whole, compared = [ids for ids in answers if not isinstance(ids, str)], 0
     digest = hashlib.sha256(b"".join(np.array([len(ids), *ids], "<i8").tobytes() for ids in whole))
     line = {"way": way, "ids": sum(map(len, whole)), "sha256": digest.hexdigest(), "happened": happened}
     for number, (expected_ids, ids) in enumerate(zip(expected, answers, strict=True)):
         if isinstance(ids, str):
-            return line | {"difference": f"prompt {number} failed: {ids}"}
+            return line | {"compared": compared + 1, "difference": f"prompt {number} failed: {ids}"}
         for position, (right, other) in enumerate(itertools.zip_longest(expected_ids, ids)):
+            compared += 1
             if right != other:
-                return line | {"difference": f"prompt {number}, token {position}: {other} instead of {right}"}
-    return line | {"difference": ""}
+                difference = f"prompt {number}, token {position}: {other} instead of {right}"
+                return line | {"compared": compared, "difference": difference}
+    return line | {"compared": compared, "difference": ""}
 
 
 def drawn_by(reference: Any, question: Question, ids: Ids | str) -> Ids | None:

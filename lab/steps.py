@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from coppice.client.completion import Completion
 from coppice.stack.spec import StackSpec
@@ -92,24 +92,16 @@ def account(report: Report, folder: Path, methods: Sequence[str]) -> None:
         )
         return
     longest = max(medians.values(), key=len)
-    lines: list[dict[str, Any]] = [{"lane": part.lane, "part": part.name} for part in longest]
-    for method, parts in medians.items():
-        took = {(part.lane, part.name): part.ended - part.began for part in parts}
-        for line in lines:
-            line[method] = took.get((line["lane"], line["part"]), 0.0)
+    lines = [
+        {"lane": lane, "part": part} | {method: took.get((lane, part), 0.0) for method, took in medians.items()}
+        for lane, part in longest
+    ]
     report.add_figures("account", "where a median step's milliseconds go, one behind the other", lines)
 
 
-class Part(NamedTuple):
-    """A part of a step: what happens on which lane, from when to when, in milliseconds since the step began.
-
-    Lanes are event loops, the threads of the models, and what lies between the processes.
-    """
-
-    lane: str
-    name: str
-    began: float
-    ended: float
+Step = dict[tuple[str, str], float]
+"""milliseconds of the parts of a step, one behind the other, by lane and part; lanes are event loops, the threads of
+the models, and what lies between the processes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +113,10 @@ class _Span:
     """when each part of it ended"""
 
 
-def steps_of(folder: Path) -> dict[str, list[list[Part]]]:
-    """The sampled steps that lie in a folder, by the policy of their request, each in the order of its parts."""
+def steps_of(folder: Path) -> dict[str, list[Step]]:
+    """The sampled steps that lie in a folder, by the policy of their request."""
     lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
-    spans: list[dict[str, Any]] = list(map(json.loads, lines))
+    spans = sorted(map(json.loads, lines), key=lambda span: _time(span["end_time"]))
     policies: dict[str, str] = {}
     ends: dict[str, dict[str, float]] = defaultdict(dict)
     for span in spans:
@@ -132,13 +124,13 @@ def steps_of(folder: Path) -> dict[str, list[list[Part]]]:
         if "policy" in span["attributes"]:
             policies[span["context"]["trace_id"]] = span["attributes"]["policy"]
     by_step: dict[tuple[str, int], dict[str, _Span]] = defaultdict(dict)
-    for span in sorted(spans, key=lambda span: _time(span["end_time"])):
+    for span in spans:
         if (step := span["attributes"].get("step")) is not None:
             process = span["resource"]["attributes"]["service.name"].split("-")[1]
             service = "drafter" if span["name"] == "draft" else process  # a head may live in the verifier's process
             whole = _Span(service, _time(span["start_time"]), _time(span["end_time"]), ends[span["context"]["span_id"]])
             by_step[span["context"]["trace_id"], step][service] = whole  # of several drafts the last one that came
-    steps: dict[str, list[list[Part]]] = defaultdict(list)
+    steps: dict[str, list[Step]] = defaultdict(list)
     for (trace, _), by_service in by_step.items():
         if parts := _in_order(by_service):
             steps[policies[trace]].append(parts)
@@ -150,11 +142,11 @@ def _time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp() * 1e3
 
 
-def _in_order(by_service: Mapping[str, _Span]) -> list[Part]:
+def _in_order(by_service: Mapping[str, _Span]) -> Step:
     """A step's parts, one behind the other. Empty when a span is missing."""
     step, verify, draft = (by_service.get(name) for name in ("orchestrator", "verifier", "drafter"))
     if step is None or verify is None or (draft is None and "draft" in step.parts):
-        return []
+        return {}
     ends: list[tuple[str, str, float]] = []
 
     def inside(service: _Span, thread: str) -> list[tuple[str, str, float]]:
@@ -166,27 +158,17 @@ def _in_order(by_service: Mapping[str, _Span]) -> list[Part]:
     ends += [("orchestrator", name, step.parts[name]) for name in ("choose", "send")]
     ends += [("wire", "to the verifier", verify.began), *inside(verify, "target")]
     ends += [("wire", "from the verifier", step.parts["verify"]), ("orchestrator", "commit", step.ended)]
-    parts: list[Part] = []
+    parts, reached = Step(), step.began  # what was begun before the step counts from there on
     for lane, name, ended in ends:
-        before = parts[-1].ended if parts else 0.0  # what was begun before the step counts from there on
-        parts.append(Part(lane, name, before, max(before, ended - step.began)))
+        parts[lane, name] = max(0.0, ended - reached)
+        reached = max(reached, ended)
     return parts
 
 
-def median_step(steps: Sequence[Sequence[Part]]) -> list[Part]:
+def median_step(steps: Sequence[Step]) -> Step:
     """The mean of the steps around the median one, of those that have the same parts as most."""
-    kinds = Counter(tuple(part.name for part in step) for step in steps)
-    (names, _), *_ = kinds.most_common(1)
-    alike = [step for step in steps if tuple(part.name for part in step) == names]
-    alike.sort(key=lambda step: step[-1].ended)
+    (names, _), *_ = Counter(map(tuple, steps)).most_common(1)
+    alike = sorted((step for step in steps if tuple(step) == names), key=lambda step: sum(step.values()))
     half = max(1, int(len(alike) * MIDDLE / 2))
     middle = alike[max(0, len(alike) // 2 - half) : len(alike) // 2 + half]
-    return [
-        Part(
-            parts[0].lane,
-            parts[0].name,
-            statistics.fmean(part.began for part in parts),
-            statistics.fmean(part.ended for part in parts),
-        )
-        for parts in zip(*middle, strict=True)
-    ]
+    return {name: statistics.fmean(step[name] for step in middle) for name in names}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -29,15 +30,9 @@ from coppice.training.losses import (
     alphas,
     expectation,
     measure,
-    soft_target_loss,
 )
 
 DRAFT_VOCAB = 4096
-RANK_AFTER = 0.1
-"""share of the run after which the rank head learns"""
-MASK_AFTER = 0.5
-"""share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
-see too few rows; without it they never learn what follows the block's own tokens"""
 MEASURED_ROWS = 12
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
@@ -222,15 +217,14 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         self.teacher = Teacher(answers.read, output.to(options.device), draft_ids)
         self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
         # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
-        self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
+        self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, ranks=False)
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
         self.texts = {name: list(batch[:, :-1].to(options.device)) for name, batch in batches.items()}
         """positions of held-out texts, (N + 1,) each, by the name of their domain"""
 
     def begin(self, share: Callable[[], float]) -> None:
         """Let the rank head and the mask start when so much of the run is done."""
-        self.trained.rank_on = lambda: share() >= RANK_AFTER
-        self.trained.mask_on = lambda: share() >= MASK_AFTER
+        self.trained.share = share
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the kind's loss."""
@@ -314,10 +308,12 @@ class LanguageModelInTraining(HeadInTraining):
         self.register_buffer("output", read_output(config.target).float(), persistent=False)
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
-        """Return the cross-entropy to the target's distributions."""
+        """Return the mean cross-entropy in nats to the target's distributions at T = 1."""
         answer = answers.read(rows)
-        hidden = self.model.model(input_ids=answer.ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        return soft_target_loss(hidden, self.model.lm_head.weight, answer.final.flatten(0, 1), self.output)
+        with torch.no_grad():
+            taught = (answer.final @ self.output.T).float().softmax(-1)
+        logits = self.model(input_ids=answer.ids, use_cache=False).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), taught.flatten(0, 1))
 
     def export(self, folder: Path) -> None:
         """Write a model folder with the target's tokenizer."""

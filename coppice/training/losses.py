@@ -50,23 +50,17 @@ RANK_BOUNDS = (1, 4, 10)
 """The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
 DECAY = 0.8
 """weight of an EAGLE-3 step, or of a slot of a head that drafts at once, over the one before"""
+RANK_AFTER = 0.1
+"""share of the run after which the rank head learns"""
+MASK_AFTER = 0.5
+"""share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
+see too few rows; without it they never learn what follows the block's own tokens"""
 STEPS = 7
 """of drafting that an EAGLE-3 head learns"""
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
 ANCHOR_ROWS = 4
 """blocks of masks learn from one row in so many"""
-
-
-def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, teacher_embedding: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats to the teacher's full distribution at T=1.
-
-    hidden (T, H) and embedding (V, H) are the student's, teacher_hidden (T, H') and teacher_embedding (V, H') the
-    teacher's, both tied models over one vocabulary.
-    """
-    with torch.no_grad():
-        taught = (teacher_hidden @ teacher_embedding.T).float().softmax(-1)
-    return F.cross_entropy((hidden @ embedding.T).float(), taught)
 
 
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
@@ -256,27 +250,6 @@ class Student(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)
 
 
-@dataclass(frozen=True)
-class Anchor:
-    """A frozen copy that a student is to stay near: `weight` times the divergence is added to each of its losses."""
-
-    student: Any
-    weight: float
-
-    def pull(self, logits: Tensor, states: Tensor, previous: Tensor, slot: int) -> Tensor:
-        """Return the nats to add for the student's (n, D) logits and the copy's (n, hidden) states of a slot."""
-        with torch.no_grad():
-            anchored, _ = self.student.model.read_behind(states, previous, slot)
-        return self.weight * divergence(logits, anchored)
-
-
-def right_rows(admitted: Tensor, logits: Tensor, gold: Tensor) -> Tensor:
-    """Return the rows of a (B, n) mask, m in all, whose (m, D) logits are highest at the (m,) gold ids."""
-    right = admitted.clone()
-    right[admitted] = logits.detach().argmax(-1) == gold
-    return right
-
-
 def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
     """Return the (n,) buckets of the gold ids' ranks in (n, D) logits."""
     own = logits.gather(-1, gold[:, None])
@@ -299,10 +272,10 @@ class HeadLoss:
     """weight of a slot over the one before, and the loss is their mean; None: their sum"""
     valid_prefix: bool = False
     """whether only rows that were right so far count"""
-    mask_on: Callable[[], bool] = lambda: True
-    """whether the valid-prefix mask holds yet"""
-    rank_on: Callable[[], bool] = lambda: True
-    """whether the rank head or the confidence head, if there is one, learns yet"""
+    ranks: bool = True
+    """whether the rank head or the confidence head, if there is one, learns"""
+    share: Callable[[], float] = lambda: 1.0
+    """how much of the run is done"""
     cut: int = 0
     """every block's cut; 0 draws one for each batch and block"""
     every: int = 1
@@ -310,7 +283,9 @@ class HeadLoss:
     restart: bool = True
     """whether a block's mask forgets that the block before went wrong"""
     observe: Callable[[SlotOutput], None] | None = None
-    anchor: Anchor | None = None
+    anchor: Any = None
+    """a frozen copy that the student is to stay near, `anchor_weight` times their divergence"""
+    anchor_weight: float = 0.0
     states: Callable[[Any, Answer, Targets, Tensor, Sequence[int]], Iterator[Tensor]] = walk
     """what a kind's model computes in training"""
 
@@ -330,10 +305,11 @@ class HeadLoss:
         cuts = [self.cut or 1 + (drawn + 7919 * block) % model.config.slots for block in range(self.blocks)]
         near: Iterable[Tensor | None] = repeat(None)
         if self.anchor is not None:
-            near = torch.no_grad()(self.states)(self.anchor.student, answer, targets, later, cuts)
+            near = torch.no_grad()(self.states)(self.anchor, answer, targets, later, cuts)
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
-        sure = getattr(model, "confidence_head", None) is not None and self.rank_on()
-        ranked = hasattr(model, "rank_head") and self.rank_on()
+        ranking = self.ranks and self.share() >= RANK_AFTER
+        sure = ranking and getattr(model, "confidence_head", None) is not None
+        ranked = ranking and hasattr(model, "rank_head")
         valid = torch.ones_like(positions[:, : len(targets.rows)], dtype=torch.bool)
         walked = zip(self.states(student, answer, targets, later, cuts), near, strict=False)
         for block, (states, anchored) in enumerate(walked):
@@ -345,8 +321,10 @@ class HeadLoss:
                 logits, normed = model.read_behind(states[:, :, slot][admitted], previous, slot)
                 taught = targets.taught(admitted, offset + slot)
                 losses = [self.distance(logits, taught)]
-                if self.anchor is not None and anchored is not None:
-                    losses.append(self.anchor.pull(logits, anchored[:, :, slot][admitted], previous, slot))
+                if anchored is not None:
+                    with torch.no_grad():
+                        copied, _ = self.anchor.model.read_behind(anchored[:, :, slot][admitted], previous, slot)
+                    losses.append(self.anchor_weight * divergence(logits, copied))
                 if sure and len(gold):
                     chance = overlap(logits.detach(), taught)
                     confidence = model.confidence(normed.detach(), previous).float()
@@ -360,8 +338,9 @@ class HeadLoss:
                 if self.observe is not None:
                     tried = int((right & targets.inside(offset + slot)).sum())
                     self.observe(SlotOutput(logits.detach(), gold, tried, ranks))
-                if self.valid_prefix and self.mask_on():  # equation 5
-                    right = right_rows(admitted, logits, gold)
+                if self.valid_prefix and self.share() >= MASK_AFTER:  # equation 5
+                    right = admitted.clone()
+                    right[admitted] = logits.detach().argmax(-1) == gold
             total, offset = total + of_block, offset + cuts[block]
             valid = valid if self.restart else right
             if block == 0 and len(targets.rows) > len(later):
@@ -405,8 +384,7 @@ def measure(
         every=1,
         restart=False,
         valid_prefix=True,
-        mask_on=lambda: True,
-        rank_on=lambda: True,
+        share=lambda: 1.0,
         observe=count,
     )
     for text in texts:

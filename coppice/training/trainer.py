@@ -265,37 +265,30 @@ def export_model(
     data: dict[str, dict[str, Any]],
     how: str = TAUGHT,
 ) -> None:
-    """Write the model folder `out` from the run's best weights, with a card; an older one is replaced when it is
-    complete.
+    """Write the model folder `out` from the run's best weights, with a card; an older one is replaced at the end.
 
     command: the line that made it. data: what the card tells of each domain. how: the way it was trained.
     """
     load_parameters(model, load_file(work / BEST))
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    state = read_counters(work)
+    size, state = sum(p.numel() for p in model.parameters()) / 1e6, read_counters(work)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
     best = "longest accepted length" if state["best"] < 0 else "lowest loss"
-    training = (
-        f"## Training\n{how}\n```\n{command}\n```\n"
-        f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
-        f"These are the weights with the {best} on held-out text, after {state['best_tokens']:,} tokens."
-    )
-    rows = ["| domain | documents | held out | tokens | epochs | held-out loss |", "|---|---|---|---|---|---|"]
+    rows = []
     for name, fact in data.items():
-        counts = " | ".join(f"{fact[key]:,}" for key in ("documents", "held_out_documents", "tokens"))
-        loss = f"{state['held_out'][name]:.3f}" if name in state["held_out"] else "none held out"
-        rows.append(f"| {name} | {counts} | {state['drawn'].get(name, 0) / max(1, fact['tokens']):.2f} | {loss} |")
-    sources = [f"- {name}: {', '.join(fact['sources'])}" for name, fact in data.items()]
-    rule = "A document is held out when the SHA-256 of its text, taken modulo 20, is 0."
+        counts = f"{fact['documents']:,} | {fact['held_out_documents']:,} | {fact['tokens']:,}"
+        epochs, loss = state["drawn"].get(name, 0) / max(1, fact["tokens"]), state["held_out"].get(name, math.nan)
+        rows.append(f"| {name} | {', '.join(fact['sources'])} | {counts} | {epochs:.2f} | {loss:.3f} |\n")
+    card = (
+        f"# {title}\n\n{size:.1f}M parameters.\n\n## Training\n{how}\n```\n{command}\n```\n"
+        f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
+        f"These are the weights with the {best} on held-out text, after {state['best_tokens']:,} tokens.\n\n## Data\n"
+        "| domain | files | documents | held out | tokens | epochs | held-out loss |\n|---|---|---|---|---|---|---|\n"
+        f"{''.join(rows)}\nA document is held out when the SHA-256 of its text, taken modulo 20, is 0.\n"
+    )
     with replacing(out) as partial:
         more = model.export(partial)
-        parts = (
-            f"# {title}\n\n{size:.1f}M parameters.",
-            training,
-            "\n".join(["## Data", *rows, "", *sources, "", rule]),
-        )
         if not (partial / CARD).exists():
-            (partial / CARD).write_text("\n\n".join(filter(None, (*parts, more))) + "\n", encoding="utf-8")
+            (partial / CARD).write_text(f"{card}\n{more}\n" if more else card, encoding="utf-8")
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, notes: dict[str, str] | None = None) -> None:

@@ -27,7 +27,6 @@ from coppice.training.answers import Answer
 from coppice.training.losses import (
     DECAY,
     LOSSES,
-    Anchor,
     HeadLoss,
     Student,
     Teacher,
@@ -277,7 +276,7 @@ class Learner:
             loss = HeadLoss(texts, **LOSSES[self.kind] | {"every": _EVERY, "distance": soft_loss})
         else:
             loss = HeadLoss(texts, blocks=1, every=_EVERY)
-        return replace(loss, anchor=Anchor(self._frozen, penalty)) if penalty else loss
+        return replace(loss, anchor=self._frozen, anchor_weight=penalty) if penalty else loss
 
     def _length(self, samples: Sequence[Sample], pace: Pace) -> float:
         """Return the mean length of chains that are drafted greedily behind every token of some texts."""

@@ -74,8 +74,8 @@ class Rig:
         said = await ask(self.running.address, self.asked, WAYS[name], NEW)
         faults.lose_steps = faults.break_streams = False
         line = compare(name, self.expected, said)
-        assert "UNAVAILABLE" not in line.difference, f"nobody answered, which finds nothing: {line.difference}"
-        return line.compared, line.difference
+        assert "UNAVAILABLE" not in line["difference"], f"nobody answered, which finds nothing: {line['difference']}"
+        return line["compared"], line["difference"]
 
     def law(self, head: str) -> tuple[int, str]:
         """A law is refuted at the level of test_law."""
