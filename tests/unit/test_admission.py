@@ -77,20 +77,6 @@ def test_no_interleaving_loses_a_seat_or_ends_in_another_error(acts: list[tuple[
 
 
 @without_waiting
-async def test_a_wait_that_ends_as_a_seat_is_freed_is_a_refusal_or_a_seat() -> None:
-    admission = Admission("seats", 1, queued=8, wait_s=2)
-    first = Caller(admission, 1)
-    await asyncio.sleep(0)
-    others = [Caller(admission, 1) for _ in range(4)]
-    asyncio.get_running_loop().call_later(2, first.leave)
-    await asyncio.sleep(3)
-    for caller in others:
-        caller.leave()
-    await asyncio.gather(first.task, *(caller.task for caller in others))
-    assert admission.used == 0
-
-
-@without_waiting
 async def test_those_who_wait_are_served_in_order() -> None:
     admission = Admission("seats", 2, queued=8, wait_s=5)
     held = [Caller(admission, 1), Caller(admission, 1)]
