@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -38,7 +39,7 @@ log = structlog.get_logger()
 OnThread = Callable[..., Awaitable[Any]]
 """Runs a function on the thread that owns torch"""
 Work = Callable[[], Awaitable[object]]
-_SAVE_S = 5.0
+_LOOKS_A_SAVE = 5
 _CHANGES = 200  # of the weights that are remembered
 _LEAST_TEXTS = 8  # to learn from, where an update is judged by texts held out
 _LEAST_HELD_OUT = 2
@@ -72,7 +73,6 @@ class HeadLoop:
         self._groups = Groups(lambda reason: metrics.dropped.labels(name, reason).inc())
         self._work: asyncio.Queue[Work] = asyncio.Queue()
         self._doing = STANDING_BY
-        self._saved_at = 0.0
         self._remember(State())
 
     def _remember(self, state: State) -> None:
@@ -129,34 +129,31 @@ class HeadLoop:
     async def _do_work(self) -> None:
         """Train and change weights, one thing at a time."""
         while True:
+            work = await self._work.get()
+            self._doing = "syncing"
             try:
-                async with asyncio.timeout(POLL_S):
-                    work = await self._work.get()
-                self._doing = "syncing"
                 while not self.active():  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
                 await work()
                 self._save()
-            except TimeoutError:
-                self._save(every_s=_SAVE_S)
             except Exception:
                 log.exception("the loop goes on without what failed", head=self.name)
             self._doing = "idle"
 
     async def _look_after_replicas(self) -> None:
-        """Bring replicas to the live weights, also while an update is trained."""
-        while True:
+        """Bring replicas to the live weights, also while an update is trained, and save what records changed."""
+        for look in itertools.count():
             try:
                 if self.active():
                     await self._keep_up()
+                    if look % _LOOKS_A_SAVE == 0:
+                        self.state.save()
             except Exception:
                 log.exception("replicas are looked after again", head=self.name)
             await asyncio.sleep(POLL_S)
 
-    def _save(self, every_s: float = 0.0) -> None:
-        now = time.monotonic()
-        if now - self._saved_at >= every_s and self.active():
-            self._saved_at = now
+    def _save(self) -> None:
+        if self.active():  # else the folder may be another adapter's
             self.state.save()
 
     # --- records ---
