@@ -196,7 +196,7 @@ def _earlier(entries: int) -> NDArray[np.bool_]:
 class FeatureHead(Head):
     """Sessions of a trained head; a kind says which model it has, how its rows are run and how its trees grow."""
 
-    kind: ClassVar[str]
+    kind: str
     needs_root: ClassVar[bool] = True
     """whether a position's row reads the token behind it, so that the last one waits for the root"""
 

@@ -30,6 +30,8 @@ class MaskedBlockHead(FeatureHead):
     needs_root = False
 
     def __init__(self, settings: DrafterSettings) -> None:
+        """Draft as `settings.kind` says: dflash, jetspec or dspark."""
+        self.kind = settings.kind
         super().__init__(settings)
         self.deepest = min(self.config.slots, self.settings.depth)
         size = self.config.block_size
@@ -117,21 +119,3 @@ class MaskedBlockHead(FeatureHead):
                 previous += [tree.tokens[node - 1] for node in tree.starts.nodes]
             if not previous:
                 return
-
-
-class DFlashHead(MaskedBlockHead):
-    """A trained DFlash drafter: the rows of its block see one another."""
-
-    kind = "dflash"
-
-
-class JetSpecHead(MaskedBlockHead):
-    """A trained JetSpec drafter: a row of its block sees the earlier ones."""
-
-    kind = "jetspec"
-
-
-class DSparkHead(MaskedBlockHead):
-    """A trained DSpark drafter: a Markov table behind the block says what follows a token."""
-
-    kind = "dspark"

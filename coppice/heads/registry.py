@@ -23,9 +23,9 @@ _BUILDERS = MappingProxyType(
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
         "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
-        "dflash": ("coppice.heads.masked_block_head", "DFlashHead"),
-        "jetspec": ("coppice.heads.masked_block_head", "JetSpecHead"),
-        "dspark": ("coppice.heads.masked_block_head", "DSparkHead"),
+        "dflash": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
+        "jetspec": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
+        "dspark": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
     }
 )
 

@@ -35,52 +35,6 @@ Rope = tuple[Tensor, Tensor]
 """cosines and sines, (B, T, D) each"""
 
 
-class RotaryConfig(BaseModel):
-    """How positions turn states, under the names of the public checkpoints' config.json."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    max_position_embeddings: PositiveInt = 4096
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        """How positions are scaled, in transformers' terms, the older `rope_scaling` before `rope_parameters` as there.
-
-        Its type has two names, too: `type` is the older one, which EAGLE's own checkpoints use.
-        """
-        given = self.rope_scaling or self.rope_parameters or {}
-        legacy = given.get("type", "default")
-        return {"rope_type": legacy} | {name: value for name, value in given.items() if name != "type"}
-
-    @model_validator(mode="after")
-    def _rope_is_known(self) -> RotaryConfig:
-        kind, legacy = self.rope["rope_type"], (self.rope_scaling or self.rope_parameters or {}).get("type")
-        if legacy not in (None, kind):
-            raise ValueError(f"rope_scaling says type {legacy!r} and rope_type {kind!r}")
-        turned = {"type": legacy, "rope_theta": self.rope_theta, **self.rope}
-        if any(turned.get(name) != value for name, value in (self.rope_parameters or {}).items()):
-            raise ValueError("rope_scaling and rope_parameters contradict each other")
-        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(f"rope_scaling has the unknown type {kind!r}")
-        if layered := [name for name, value in self.rope.items() if isinstance(value, dict)]:
-            raise ValueError(f"rope_parameters of several kinds of layers: {', '.join(layered)}")
-        if self.rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise ValueError("partial_rotary_factor: heads turn all of a state")
-        return self
-
-    def rotary(self, head_dim: int) -> Rotary:
-        """Make the rotary embedding of states of `head_dim` values."""
-        config = LlamaConfig(
-            head_dim=head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_theta": self.rope_theta, **self.rope},
-        )
-        return Rotary(LlamaRotaryEmbedding(config))
-
-
 class Rotary:
     """Rotary factors. No module: the frequencies stay float32 when a model is moved to another dtype."""
 
@@ -112,8 +66,10 @@ _MANY_ROWS, _PART = 16, 64
 _DEFAULT_LAYERS = 3  # as many as `default_feature_layers` names
 
 
-class HeadConfig(RotaryConfig):
-    """A draft head's sizes, under the names of the public checkpoints' config.json."""
+class HeadConfig(BaseModel):
+    """A draft head's sizes and how it turns positions, under the names of the public checkpoints' config.json."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: ClassVar[str]
     """kind of head"""
@@ -133,6 +89,10 @@ class HeadConfig(RotaryConfig):
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = Field((), max_length=limits.MAX_FEATURE_LAYERS)
     """target layers the head reads; empty: `default_feature_layers` of the target's"""
+    max_position_embeddings: PositiveInt = 4096
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
     acceptance: Expectation | None = None
     """how often its drafts are right, at least"""
 
@@ -167,6 +127,41 @@ class HeadConfig(RotaryConfig):
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError("draft_vocab_size is larger than vocab_size")
         return self
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """How positions are scaled, in transformers' terms, the older `rope_scaling` before `rope_parameters` as there.
+
+        Its type has two names, too: `type` is the older one, which EAGLE's own checkpoints use.
+        """
+        given = self.rope_scaling or self.rope_parameters or {}
+        legacy = given.get("type", "default")
+        return {"rope_type": legacy} | {name: value for name, value in given.items() if name != "type"}
+
+    @model_validator(mode="after")
+    def _rope_is_known(self) -> HeadConfig:
+        kind, legacy = self.rope["rope_type"], (self.rope_scaling or self.rope_parameters or {}).get("type")
+        if legacy not in (None, kind):
+            raise ValueError(f"rope_scaling says type {legacy!r} and rope_type {kind!r}")
+        turned = {"type": legacy, "rope_theta": self.rope_theta, **self.rope}
+        if any(turned.get(name) != value for name, value in (self.rope_parameters or {}).items()):
+            raise ValueError("rope_scaling and rope_parameters contradict each other")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_scaling has the unknown type {kind!r}")
+        if layered := [name for name, value in self.rope.items() if isinstance(value, dict)]:
+            raise ValueError(f"rope_parameters of several kinds of layers: {', '.join(layered)}")
+        if self.rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ValueError("partial_rotary_factor: heads turn all of a state")
+        return self
+
+    def rotary(self, head_dim: int) -> Rotary:
+        """Make the rotary embedding of states of `head_dim` values."""
+        config = LlamaConfig(
+            head_dim=head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_theta": self.rope_theta, **self.rope},
+        )
+        return Rotary(LlamaRotaryEmbedding(config))
 
     @property
     def feature_width(self) -> int:
