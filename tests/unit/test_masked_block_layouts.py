@@ -181,11 +181,6 @@ def said(**fields: Any) -> Callable[[dict[str, Any], Tensors], None]:
     return lambda config, tensors: config["dflash_config"].update(fields)
 
 
-def nested(**fields: Any) -> Callable[[dict[str, Any], Tensors], None]:
-    """Say more in transformer_layer_config."""
-    return lambda config, tensors: config.update(transformer_layer_config=QWEN3 | fields)
-
-
 def unsaid(name: str) -> Callable[[dict[str, Any], Tensors], None]:
     return lambda config, tensors: config["dflash_config"].pop(name)
 
@@ -202,15 +197,9 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("z-lab", said(block_size=BLOCK + 1), "contradicts itself: block_size is 6, block_size is 7"),
         ("z-lab", put("dflash_config", [1]), "no JSON object dflash_config"),
         ("z-lab", unsaid("mask_token_id"), "mask_token_id is missing"),
-        ("z-lab", said(mask_token_id=VOCAB), "mask_token_id 96 is outside the vocabulary of 96"),
         ("z-lab", dropped("block_size"), "block_size is missing"),
         ("z-lab", put("layer_types", SLIDING), "layer_types .*sliding_attention.*: only full_attention is served"),
-        ("speculators", nested(layer_types=SLIDING), "only full_attention is served"),
         ("z-lab", said(use_swa=True), "use_swa is true"),
-        ("z-lab", put("use_sliding_window", True), "use_sliding_window is true"),
-        ("z-lab", said(attention_sink_bias=True), "attention_sink_bias is true"),
-        ("z-lab", said(projector_type="domino"), "projector_type 'domino' is not served"),
-        ("z-lab", said(shift_label=True), "shift_label is true"),
         ("z-lab", said(input_embedding_scale=2.0), "input_embedding_scale 2.0 is not served"),
         ("z-lab", put("final_logit_softcapping", 30.0), "final_logit_softcapping 30.0 is not served"),
         (
@@ -221,31 +210,17 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("JetSpec", put("hidden_dim_adapter.proj.weight", torch.ones(H, H)), "hidden_dim_adapter.* is unknown"),
         ("JetSpec", said(target_hidden_size=2 * H), "fc.weight has shape"),
         ("DeepSpec", put("markov_head_type", "gated"), "markov_head_type 'gated' is not served"),
-        ("speculators' DSpark", put("markov_head_type", "rnn"), "markov_head_type 'rnn' is not served"),
         ("DeepSpec", put("markov_head.gate_proj.weight", torch.ones(RANK, H + RANK)), "gate_proj.weight is unknown"),
-        ("DeepSpec", dropped("markov_head.markov_w2.weight"), "markov_w2.weight is missing"),
         ("DeepSpec", dropped("confidence_head.proj.bias"), "confidence_head.proj.bias is missing"),
         ("DeepSpec", put("confidence_head_with_markov", False), "confidence_head.proj.weight has shape"),
         ("DeepSpec", put("lm_head.weight", torch.ones(VOCAB - 1, H)), "lm_head.weight has shape"),
-        ("DeepSpec", put("embed_tokens.weight", torch.ones(VOCAB - 1, H)), "embed_tokens.weight has shape"),
-        ("DeepSpec", put("lm_head.weight", torch.full((VOCAB, H), torch.nan)), "lm_head.weight is not finite"),
         ("z-lab", dropped("hidden_norm.weight"), "hidden_norm.weight is missing"),
-        ("z-lab", dropped("layers.1.self_attn.q_norm.weight"), "layers.1.self_attn.q_norm.weight is missing"),
-        (
-            "z-lab",
-            lambda c, t: [t.pop(key) for key in list(t) if "attn.q_n" in key or "attn.k_n" in key],
-            "norm.weight is missing",
-        ),
         ("z-lab", put("fc.weight", torch.ones(H, 3 * H)), r"fc.weight has shape \[32, 96\], expected \[32, 128\]"),
         ("z-lab", said(target_layer_ids=[-1, 2, 4, LAYERS - 1]), "feature_layers: 8 is not among 0..7"),
-        ("z-lab", said(target_layer_ids=[-2, 2, 4, 5]), "feature_layers"),
         ("z-lab", said(target_layer_ids=[]), "does not name the layers"),
-        ("z-lab", said(target_layer_ids=3), "does not name the layers"),
         ("speculators", put("aux_hidden_state_layer_ids", [1, 3, 5, LAYERS]), "feature_layers: 8 is not among 0..7"),
         ("speculators", put("aux_hidden_state_layer_ids", None), "does not name the layers"),
-        ("speculators", put("sliding_window_non_causal", True), "sliding_window_non_causal is true"),
         ("speculators", put("speculators_model_type", "peagle"), "speculators_model_type is 'peagle'"),
-        ("speculators", put("speculators_model_type", None), "speculators_model_type is None"),
         ("speculators", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
         ("speculators", put("draft_vocab_size", DRAFT), "no d2t, which a reduced vocabulary needs"),
         (
@@ -269,7 +244,6 @@ def test_what_no_loader_would_notice_is_refused(
     ("told", "causal"),
     [
         ({}, False),
-        ({"causal": False, "causal_head": False}, False),
         ({"causal": True}, True),
         ({"causal_head": True}, True),
         ({"is_causal": True, "causal": True, "causal_head": True}, True),
@@ -287,14 +261,11 @@ def test_each_spelling_of_causality_is_read(told: dict[str, bool], causal: bool,
     ("made", "predicts"),
     [
         (zlab(), False),
-        (zlab(projector_type="dflash", markov_rank=0), False),
         (zlab(projector_type="dspark"), True),
         (zlab(markov_rank=RANK), True),
         (deepspec(markov_rank=0), True),
         (speculators("dspark", sample_from_anchor=None), True),
-        (speculators("dspark", sample_from_anchor=False), False),
         (speculators(sample_from_anchor=None), False),
-        (speculators(sample_from_anchor=True), True),
     ],
 )
 def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: bool, tmp_path: Path) -> None:
@@ -309,10 +280,6 @@ def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: boo
     ("layers", "count", "ids"),
     [
         (36, 5, (1, 9, 17, 25, 33)),
-        (32, 5, (1, 8, 15, 22, 29)),
-        (24, 5, (1, 6, 11, 16, 21)),
-        (64, 5, (1, 16, 31, 46, 61)),
-        (20, 5, (1, 5, 9, 13, 17)),
         (20, 2, (1, 17)),
         (20, 1, (10,)),
     ],
