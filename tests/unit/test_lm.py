@@ -151,7 +151,6 @@ def slow_tree(model: Any, ids: Sequence[int], job: DraftJob, top_k: int, depth: 
 @pytest.mark.parametrize(
     ("sampling", "coupled"),
     [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (WARM, True)],
-    ids=["greedy", "coupled", "uncoupled", "warm"],
 )
 def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
     head: LanguageModelHead, model: Any, sampling: SamplingParams, coupled: bool, budget: int
@@ -201,7 +200,7 @@ def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, mo
 
 
 def test_a_step_computes_what_is_new_and_not_the_text_again(
-    head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch
+    head: LanguageModelHead, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     forward = head.engine.forward
@@ -211,26 +210,21 @@ def test_a_step_computes_what_is_new_and_not_the_text_again(
         return forward(batch, *beside)
 
     monkeypatch.setattr(head.engine, "forward", counted)
-    opened(head, 0, some_ids(30))
-    assert rows == [30]
-    length = 30
+    length = PREFILL_ROWS + 60
+    text = some_ids(length)
+    opened(head, 0, text)
+    assert rows == [PREFILL_ROWS, 60]
     for committed in ([], [5, 6, 7], [8]):
         head.advance(0, Advance(committed))
-        length += len(committed)
+        text += committed
+        length = len(text)
         rows.clear()
         draft(head, DraftJob(0, 3, length, 64, GREEDY))
         assert rows == [len(committed) + 1, 4, 4, 4, 4]  # what was committed and the root, then a level each
         rows.clear()
-        draft(head, DraftJob(0, 3, length, 64, GREEDY))
+        job = DraftJob(0, 3, length, 64, GREEDY)
+        assert_same(draft(head, job), slow_tree(model, text, job, top_k=4, depth=5))
         assert rows[0] == 1
-
-
-def test_a_prompt_longer_than_a_chunk_is_prefilled_chunk_by_chunk(head: LanguageModelHead, model: Any) -> None:
-    ids = some_ids(PREFILL_ROWS + 60)
-    chunks = list(head.open(0, OpenDraft("s", ids, GREEDY)))
-    assert len(chunks) == 2
-    job = DraftJob(0, 3, len(ids), 6, GREEDY)
-    assert_same(draft(head, job), slow_tree(model, ids, job, top_k=4, depth=5))
 
 
 def test_chain_mode_is_the_greedy_continuation(heads: Any, model: Any) -> None:

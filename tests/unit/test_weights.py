@@ -21,7 +21,6 @@ from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import (
     fused_tensor,
     public_state,
-    public_weights,
     read_head,
     save_head,
 )
@@ -129,13 +128,6 @@ def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
     assert (made.version, made.hash, Weights.of(made.tensors).hash) == (9, after.hash, after.hash)
 
 
-def test_what_is_packed_is_float32_whatever_the_trainer_computes_in(first: Weights) -> None:
-    rounded = first.tensors["fc.weight"].bfloat16()
-    after = first.changed({"fc.weight": rounded.float()}, 1)
-    header, parts = pack_update("h", first, first.changed({"fc.weight": rounded}, 1))
-    assert staged(Push(header, parts), Case("h", first, first)).hash == after.hash
-
-
 def test_the_file_reader_agrees_with_the_library() -> None:
     generator = np.random.default_rng(0)
     for metadata in (None, {"format": "pt"}):
@@ -187,17 +179,13 @@ def entry(**changes: object) -> dict[str, object]:
 
 TEXTS = {
     "no JSON": b"{]",
-    "no object": b"[]",
     "deep": b"[" * 100_000,
     "a name twice": b'{"norm.weight":' + json.dumps(entry()).encode() + b',"norm.weight":{}}',
-    "no entry": b'{"norm.weight":3}',
-    "more than an entry": json.dumps({"norm.weight": entry(more=1)}).encode(),
     "negative offset": json.dumps({"norm.weight": entry(data_offsets=[-128, 0])}).encode(),
     "a gap": json.dumps({"norm.weight": entry(data_offsets=[4, 132])}).encode(),
     "behind the end": json.dumps({"norm.weight": entry(data_offsets=[0, 256])}).encode(),
     "true for a size": json.dumps({"norm.weight": entry(shape=[True])}).encode(),
     "no text": b'"\xff"',
-    "nothing of the bytes": b"{}",
 }
 
 
@@ -208,7 +196,7 @@ def test_a_header_that_is_no_safetensors_header_is_refused(text: bytes, case: Ca
         read_file(bytearray(file), case.live)
 
 
-@pytest.mark.parametrize("file", [b"", b"\2", bytes(8), b"\3" + bytes(7) + b"{}", b"\xff" * 8 + b"{}"])
+@pytest.mark.parametrize("file", [b"", bytes(8), b"\xff" * 8 + b"{}"])
 def test_a_file_shorter_than_its_header_is_refused(file: bytes, case: Case) -> None:
     with pytest.raises(InvalidField, match="file: is no safetensors file"):
         read_file(bytearray(file), case.live)
@@ -243,8 +231,7 @@ def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in KINDS), ("dspark", "bfloat16")])
 def test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
     kind: str, dtype: str, target: Path, tmp_path: Path
 ) -> None:
@@ -306,11 +293,6 @@ def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(targ
     with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
         swaps[1].swap()
     assert head.weights.hash == altered(first, 1).hash
-
-
-def test_all_float_tensors_of_a_head_and_no_ids_may_be_replaced(tmp_path: Path) -> None:
-    model = read_head(save_random(tmp_path, "specblock"))
-    assert public_state(model, model.config).keys() - public_weights(model, model.config).keys() == {"d2t"}
 
 
 def test_a_push_to_a_head_with_the_targets_output_layer_holds_none(target: Path, tmp_path: Path) -> None:
