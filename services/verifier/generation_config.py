@@ -53,7 +53,12 @@ def repetition_penalty(folder: str | Path, mode: str) -> float:
         return 1.0
     config = _read(folder)
     fields: Any = vars(GenerationConfig())  # type: ignore[no-untyped-call]
-    unserved = sorted(name for name in fields if _changes(name, getattr(config, name, None)))
+    unserved = sorted(
+        name
+        for name in fields
+        if not (name.startswith("_") or name in OTHERS)
+        and getattr(config, name, None) not in (None, [], {}, NEUTRAL.get(name))
+    )
     if unserved:
         raise InvalidField(
             "verifier.generation_config",
@@ -76,9 +81,3 @@ def _read(folder: str | Path) -> Any:
         return GenerationConfig.from_pretrained(
             folder, config_file_name="config.json", local_files_only=True, _from_model_config=True
         )
-
-
-def _changes(name: str, value: Any) -> bool:
-    """Whether a field of this value changes the text of `generate(do_sample=False)`."""
-    unset = value is None or value in ([], {}) or (name in NEUTRAL and value == NEUTRAL[name])
-    return not (unset or name.startswith("_") or name in OTHERS)

@@ -319,13 +319,11 @@ class Worker(BatchingThread):
         session.commit(list(rows.job.piece.tokens), rows.features)
         return None if rows.job.prefill_left else session.opened(rows, self._prompt_features(session))
 
-    def _prompt_features(self, session: Session) -> Features | None:
-        window, layers = session.features, session.request.feature_layers
+    def _prompt_features(self, session: Session) -> Features:
+        window, request = session.features, session.request
         count = min(window.end - window.start, window.most)  # it holds whole chunks, maybe more
-        if layers and not count:
-            return None
         start = session.committed_len - count
-        ref = FeatureRef(self.address, session.request.session, start, count, layers)
+        ref = FeatureRef(self.address, request.session, start, count, request.feature_layers)
         return Features(start, count, self.settings.dtype, None, ref)
 
     def _note_kv(self) -> None:
