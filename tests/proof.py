@@ -41,7 +41,7 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "bench identity of the demo": (*BENCH, "identity"),
     "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
     "law of every rule": (sys.executable, "-m", "tests.law"),
-    "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
+    "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/nightly/test_sampled_sessions.py"),
     "weight syncs": (*PYTEST, *3 * ("tests/services/test_weight_sync.py",)),
     "adapter": (*PYTEST, *3 * ("tests/services/test_adapter.py", "tests/services/test_signal_stream.py")),
     "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),

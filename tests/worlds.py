@@ -37,7 +37,6 @@ class World:
     contention: float = 1.3  # of two heads that draft at once
     crowd: float = 0.0  # how much longer a forward of several sessions takes if all of them draft meanwhile
     hard: float = 0.5  # times the chance, in the hard state
-    blind: tuple[str, ...] = ()  # heads that know nothing in stretches of their own, half of the text
     sessions: int = 1
     tokens: int = 128
     texts: int = 16  # answered one after another by each session's place
@@ -120,9 +119,6 @@ class Machine:
         tokens = world.tokens + DEPTH + 1
         hard = list(accumulate((rng.random() < 0.1 for _ in range(tokens)), xor))
         chances = {head: [p[domain] * (world.hard if one else 1.0) for one in hard] for head, p in world.heads.items()}
-        for head in world.blind:
-            sees = accumulate((rng.random() < 0.1 for _ in range(tokens)), xor)
-            chances[head] = [chance * one for chance, one in zip(chances[head], sees, strict=True)]
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
         return Text(chances, right, blur, Estimates(self.names), world.tokens)
