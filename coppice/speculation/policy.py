@@ -52,24 +52,20 @@ class Policy:
         """
         if name == "plain":
             return cls(name, ())
-        if name.startswith("single:"):
-            head = name.removeprefix("single:")
-            if head not in heads:
-                raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
-            return cls(name, (head,))
         kind, colon, named = name.partition(":")
-        ours = kind in POLICIES[1:]
-        if not ours and kind not in policy_names()[1:]:
+        single = kind == "single" and bool(colon)
+        if not single and kind not in policy_names()[1:]:
             raise InvalidField("policy", f"{name[:80]!r} is not one of {', '.join((*policy_names(), 'single:HEAD'))}")
-        chosen = named.split("/") if colon else list(heads)
+        chosen = [named] if single else named.split("/") if colon else list(heads)
         for head in chosen:
             if head not in heads:
                 raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
-        if colon and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
+        if colon and not single and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
             raise InvalidField("policy", f"{name[:80]!r} is to name two heads or more, each once")
         if not chosen:
             raise InvalidField("policy", f"{kind} needs heads and this deployment has none")
-        return cls(kind, tuple(chosen), None if ours else extension(ADDED, kind, "policy"))
+        ours = single or kind in POLICIES
+        return cls(name if single else kind, tuple(chosen), None if ours else extension(ADDED, kind, "policy"))
 
     @classmethod
     def default(cls, heads: Sequence[str]) -> Policy:

@@ -149,23 +149,6 @@ def union(trees: Sequence[DraftTree]) -> DraftTree:
     )
 
 
-def dedup(tree: DraftTree) -> DraftTree:
-    """Make one node of all that spell the same path: the same candidates in fewer target rows.
-
-    A node keeps the largest of its log-scores, so that it never exceeds its parent's.
-    """
-    seen: dict[tuple[int, int], int] = {}
-    numbers = [0]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        numbers.append(seen.setdefault((numbers[parent], token), len(seen) + 1))
-    if len(seen) == len(tree):
-        return tree
-    log_probs = np.full(len(seen), -np.inf, np.float32)
-    np.maximum.at(log_probs, np.array(numbers[1:]) - 1, tree.log_probs)
-    keys = np.array(list(seen), np.int64)  # (m, 2) parent, token in order of first appearance
-    return DraftTree(keys[:, 1], keys[:, 0], log_probs)
-
-
 def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
     """Keep the `budget` most confident nodes, every kept node with its ancestors; ties go to the lower number.
 

@@ -8,7 +8,6 @@ import pytest
 from coppice.speculation.tree import (
     DraftTree,
     TreeError,
-    dedup,
     extend,
     prune,
     union,
@@ -60,21 +59,6 @@ def test_random_trees_and_their_deltas_agree_with_the_references() -> None:
         cut = int(rng.integers(0, len(tree) + 1))
         start = DraftTree(tree.tokens[:cut], tree.parents[:cut], tree.log_probs[:cut])
         assert extend(start, tree.tokens[cut:], tree.parents[cut:], tree.log_probs[cut:]) == tree
-
-
-def test_joined_prefixes_spell_what_the_union_spells_each_once_with_its_best_score() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(500 * EFFORT):
-        merged = union([random_tree(rng, max_nodes=6, vocab_size=4) for _ in range(int(rng.integers(0, 4)))])
-        joined = dedup(merged)
-        validate(joined, 4, max_nodes=256, max_depth=256)
-        best: dict[tuple[int, ...], float] = {}
-        for node in range(1, len(merged) + 1):
-            text = text_at(merged, node)
-            best[text] = max(best.get(text, -np.inf), float(merged.log_probs[node - 1]))
-        texts = [text_at(joined, node) for node in range(1, len(joined) + 1)]
-        assert dict(zip(texts, joined.log_probs.tolist(), strict=True)) == best
-        assert len(texts) == len(best)
 
 
 def test_pruning_scores_that_rise_along_a_path_still_keeps_ancestors_within_the_budget() -> None:
