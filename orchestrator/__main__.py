@@ -49,9 +49,9 @@ async def serve(settings: Settings) -> int:
     tracing.start(settings.telemetry, "orchestrator")
     verifiers_at = directory(options.verifiers, "verifier", "", settings.directory.redis, "orchestrator.verifiers")
     heads_at = drafter_pools(options.heads, settings.directory.redis, "orchestrator.heads")
-    dialer = Dialer(settings.limits, settings.tls)
+    dialer = Dialer(settings.tls)
     codec = TextCodec.find(options.target)
-    verifiers = TargetPool(verifiers_at.addresses, dialer, options.failover_s)
+    verifiers = TargetPool(verifiers_at.addresses, dialer, options.failover_s, settings.limits.call_s)
     following = [asyncio.create_task(_follow(verifiers, verifiers_at))]
     target = await verifiers.first_target()
     metrics = OrchestratorMetrics(target.name, target.dtype)

@@ -224,7 +224,7 @@ class Ingress:
         """`orchestrators` is their handle; `others` are the handles of what is deployed beside them."""
         self._orchestrators = orchestrators
         settings = load_settings([], sections)
-        self._dialer = Dialer(settings.limits, settings.tls)
+        self._dialer = Dialer(settings.tls)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext

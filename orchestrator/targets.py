@@ -184,10 +184,12 @@ class TargetPool(Pool[VerifierReplica]):
 
     replica = VerifierReplica
 
-    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0) -> None:
-        """`failover_s`: how long a request waits for a verifier."""
+    def __init__(
+        self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0, call_s: float = 600.0
+    ) -> None:
+        """`failover_s`: how long a request waits for a verifier; `call_s`: how long for the only one's prefill."""
         self.target: TargetDescription | None = None
-        self.failover_s = failover_s
+        self.failover_s, self._call_s = failover_s, call_s
         self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
@@ -245,7 +247,7 @@ class TargetPool(Pool[VerifierReplica]):
     @property
     def prefill_s(self) -> float:
         """How long a prefill may take, with the wait for KV before it."""
-        return self._dialer.limits.call_s if self.alone else _PREFILL_S
+        return self._call_s if self.alone else _PREFILL_S
 
 
 def _identity(target: TargetDescription) -> tuple[object, ...]:

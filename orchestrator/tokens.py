@@ -40,7 +40,7 @@ def client_salt() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BearerToken:
     """One token: who bears it, its SHA-256, and how many requests may run under the name at once (None: any)."""
 
     name: str
@@ -48,7 +48,7 @@ class Entry:
     sessions: int | None
 
 
-def read_tokens(file: str) -> tuple[Entry, ...]:
+def read_tokens(file: str) -> tuple[BearerToken, ...]:
     """The entries of a file, `NAME SHA256HEX [SESSIONS]` a line; empty lines and those that begin with # are skipped.
 
     Several entries may bear one name, as while its token is replaced. Raises InvalidField naming the line.
@@ -64,14 +64,14 @@ def read_tokens(file: str) -> tuple[Entry, ...]:
     )
 
 
-def _read_entry(file: str, number: int, line: str) -> Entry:
+def _read_entry(file: str, number: int, line: str) -> BearerToken:
     match = _TOKEN_LINE.fullmatch(line)
     if match is None:
         raise InvalidField(_SETTING, f"{file}, line {number}: is not NAME SHA256HEX [SESSIONS]")
     digest, sessions = bytes.fromhex(match["digest"]), match["sessions"]
     if digest == sha256(b"").digest():
         raise InvalidField(_SETTING, f"{file}, line {number}: is the hash of no token at all")
-    return Entry(match["name"], digest, int(sessions) if sessions else None)
+    return BearerToken(match["name"], digest, int(sessions) if sessions else None)
 
 
 class Tokens:
@@ -109,7 +109,7 @@ class Tokens:
         finally:
             self._running[name] -= counted
 
-    def _find(self, token: str) -> Entry | None:
+    def _find(self, token: str) -> BearerToken | None:
         """Compares with every entry, in a time that does not tell which one it was."""
         digest, bearer = sha256(token.encode()).digest(), None
         for entry in self._entries:

@@ -112,7 +112,7 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> 
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
     verifiers = directory(allowed, "verifier", "", "", "drafter.verifiers") if allowed else None
-    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(bounds), verifiers))
+    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(), verifiers))
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

@@ -17,31 +17,28 @@ from pydantic import ValidationError
 
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
-from coppice.limits import MESSAGE_BYTES, Limits
+from coppice.limits import MESSAGE_BYTES
 from coppice.rpc import tracing
 from coppice.rpc.access import ACCESS, Certificates, is_loopback
 
-Options = list[tuple[str, Any]]
 Metadata = tuple[tuple[str, str | bytes], ...]
 HEAD = "coppice-head-bin"
 """metadata of a call to a drafter: the pool it is for, as one address may serve several"""
 _CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")
 
-
-def channel_options() -> list[tuple[str, int]]:
-    """Options of every client channel: message bounds, keepalive, no retries of their own."""
-    return [
-        ("grpc.max_receive_message_length", MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.enable_retries", 0),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 500),  # calls fail meanwhile: less than the SDK's tries take
-        # Two channels to one address must not share a connection: a stuck stream would stall the other.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 500),  # calls fail meanwhile: less than the SDK's tries take
+    # Two channels to one address must not share a connection: a stuck stream would stall the other.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+"""of every client channel: message bounds, keepalive, no retries of their own"""
 
 
 class _Guarded:
@@ -51,12 +48,10 @@ class _Guarded:
     After a change of certificates the next call takes a new connection. Those under way keep theirs.
     """
 
-    def __init__(
-        self, library: ModuleType, address: str, options: Options, tls: TlsSettings, metadata: Metadata
-    ) -> None:
+    def __init__(self, library: ModuleType, address: str, tls: TlsSettings, metadata: Metadata) -> None:
         """`library` opens the channels: grpc, or grpc.aio. Raises InvalidField."""
         self._metadata = metadata
-        self._library, self._address, self._options, self._tls = library, address, options, tls
+        self._library, self._address, self._tls = library, address, tls
         self._certificates = Certificates.read(tls) if tls.on else None
         self._current: dict[str, Any] = {}  # by the name the server must have
 
@@ -85,7 +80,7 @@ class _Guarded:
                 self._current.clear()
             name = self._tls.server_name or (ACCESS[service].server if service in ACCESS else "")
         if name not in self._current:
-            options = [*self._options, *([("grpc.ssl_target_name_override", name)] if name else [])]
+            options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
             if self._certificates is None:
                 channel = self._library.insecure_channel(self._address, options=options)
             else:
@@ -130,9 +125,8 @@ class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How a process reaches others: with which bounds, certificates and bearer token, and of drafters which head."""
+    """How a process reaches others: with which certificates and bearer token, and of drafters which head."""
 
-    limits: Limits = field(default_factory=Limits)
     tls: TlsSettings = field(default_factory=TlsSettings)
     token: str = field(default="", repr=False)
     head: str = ""
@@ -154,13 +148,13 @@ class Dialer:
 
         Raises InvalidField for unusable certificates or a token.
         """
-        return AioGuardedChannel(grpc.aio, address, channel_options(), self.tls, self._metadata(address))
+        return AioGuardedChannel(grpc.aio, address, self.tls, self._metadata(address))
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
         if not self.tls.on and not self.token and not self.head:
-            return grpc.insecure_channel(address, options=channel_options())
-        return GuardedChannel(grpc, address, channel_options(), self.tls, self._metadata(address))
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return GuardedChannel(grpc, address, self.tls, self._metadata(address))
 
     def _metadata(self, address: str) -> Metadata:
         head: Metadata = ((HEAD, self.head.encode()),) if self.head else ()

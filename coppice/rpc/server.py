@@ -46,7 +46,7 @@ T = TypeVar("T")
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
-class Refused:
+class Unreadable:
     """Stands for a request that cannot be read: grpc would send the parser's text to the client."""
 
     def __init__(self, reason: str) -> None:
@@ -54,7 +54,7 @@ class Refused:
 
 
 def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
-    """A function that makes a method's request of bytes, or a Refused.
+    """A function that makes a method's request of bytes, or an Unreadable.
 
     The parts of a large message are counted before any of them becomes an object: an empty element of a repeated field
     is two bytes on the wire and a hundred as an object.
@@ -65,10 +65,10 @@ def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         try:
             if len(data) > SMALL_BYTES and _count(data, 0, len(data), described, MAX_PARTS) > MAX_PARTS:
-                return Refused(f"has more than {MAX_PARTS} parts")
+                return Unreadable(f"has more than {MAX_PARTS} parts")
             return message.FromString(data)
         except Exception:
-            return Refused("the bytes are not a message of this method")
+            return Unreadable("the bytes are not a message of this method")
 
     return parse
 
@@ -108,7 +108,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        if isinstance(request, Refused):
+        if isinstance(request, Unreadable):
             raise request.error
         yield request
 

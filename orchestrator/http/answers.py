@@ -36,7 +36,7 @@ class Scored(NamedTuple):
     top: list[tuple[bytes, float]]
 
 
-class Choice:
+class AnswerChoice:
     """One answer as its events come in."""
 
     def __init__(self, prompt: str | Sequence[int], tokens: TokenBytes, ends: Collection[int]) -> None:
@@ -93,7 +93,7 @@ def _finite(log_prob: float) -> float:
     return max(LEAST_LOG_PROB, log_prob)
 
 
-class Answer:
+class HttpAnswer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Answer:
         self._only_prompt = body.echoes and body.max_tokens == 0
         ends, model = () if body.ignore_eos else service.target.eos_ids, service.target.name
         prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
-        self.choices = [Choice(prompt, service.token_bytes, ends) for prompt in prompts]
+        self.choices = [AnswerChoice(prompt, service.token_bytes, ends) for prompt in prompts]
         number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
         self._head: Json = {"id": number, "created": int(time.time()), "model": model}
 

@@ -17,7 +17,7 @@ from coppice.limits import NEW_TOKENS, check_count, check_ids
 from ..service import GenerationServicer
 from . import errors
 from .answering import Answering, Events, Json, streamed, unless_gone
-from .answers import Answer
+from .answers import HttpAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_log_probs, naming_fields_of
 
 
@@ -95,14 +95,14 @@ def _add_answers(app: FastAPI, service: GenerationServicer, answering: Answering
         with naming_fields_of(body):
             choices = body.requests()
             check_log_probs(choices, service.target.max_len, NEW_TOKENS)
-            answer = Answer(service, body, choices)
+            answer = HttpAnswer(service, body, choices)
             events = answering.events(choices, request.headers)
             if body.stream:
                 return await streamed(request, _parts(answer, events), service.settings.limits.idle_s)
             return await unless_gone(request, _whole(answer, events))
 
 
-async def _parts(answer: Answer, events: Events) -> AsyncGenerator[Json, None]:
+async def _parts(answer: HttpAnswer, events: Events) -> AsyncGenerator[Json, None]:
     async with contextlib.aclosing(events):
         async for index, event in events:
             for part in answer.parts(index, event):
@@ -111,7 +111,7 @@ async def _parts(answer: Answer, events: Events) -> AsyncGenerator[Json, None]:
         yield part
 
 
-async def _whole(answer: Answer, events: Events) -> Response:
+async def _whole(answer: HttpAnswer, events: Events) -> Response:
     async with contextlib.aclosing(events):
         async for index, event in events:
             answer.add(index, event)

@@ -46,7 +46,7 @@ _MOST_STRINGS = 4 * MAX_PARTS  # names of fields among them
 GENERATES = frozenset({f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")})
 
 
-class Door:
+class HttpDoor:
     """An ASGI application around another one: the same bounds and tokens as of gRPC."""
 
     def __init__(self, app: ASGIApp, service: GenerationServicer, access: Access, draining: asyncio.Event) -> None:
@@ -199,7 +199,7 @@ class HttpServer:
         if is_served(settings):
             add_page(app, service, self._answering)
         self._config = uvicorn.Config(
-            Door(app, service, access, draining),
+            HttpDoor(app, service, access, draining),
             host=settings.server.host,
             port=settings.orchestrator.http_port,
             http=_Connection,  # h11 bounds the bytes of headers

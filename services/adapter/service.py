@@ -179,7 +179,7 @@ async def _loops(
         if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
         learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
-        dialer = Dialer(settings.limits, settings.tls)
+        dialer = Dialer(settings.tls)
         replicas = Replicas(name, drafters[name], Weights.of(learner.deployed), dialer, metrics, active)
         loops.append(HeadLoop(name, learner, replicas, adapter, home / name, on_thread, metrics, active))
     return loops

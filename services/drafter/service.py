@@ -263,7 +263,7 @@ class Drafters:
         addresses = (
             directory(allowed, "verifier", "", settings.directory.redis, "drafter.verifiers") if allowed else None
         )
-        self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), addresses, verifier)
+        self._verifiers = Verifiers(Dialer(settings.tls), addresses, verifier)
         self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers)
 
     async def start(self) -> None:

@@ -23,7 +23,7 @@ from coppice.heads.registry import served_head
 from coppice.limits import Limits
 from coppice.rpc import health
 from coppice.rpc.access import ACCESS
-from coppice.rpc.channels import Dialer, channel_options
+from coppice.rpc.channels import CHANNEL_OPTIONS, Dialer
 from coppice.rpc.server import MAX_DETAILS, Door, StreamWaits, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
@@ -305,7 +305,7 @@ async def test_a_quiet_call_outlives_the_pings_of_its_caller(monkeypatch: pytest
     watched.start()
     methods = [(f"/{service}/{method}", port) for service, access in ACCESS.items() for method in access.callers]
     watch, pings = "/grpc.health.v1.Health/Watch", [("grpc.keepalive_time_ms", PINGS_MS)]
-    options = faster([*(option for option in channel_options() if option[0] != pings[0][0]), *pings])
+    options = faster([*(option for option in CHANNEL_OPTIONS if option[0] != pings[0][0]), *pings])
     channels, calls = [], []
     for method, at in [*methods, (watch, port), (watch, health_port)]:
         channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{at}", options=options))

@@ -29,7 +29,7 @@ from coppice.wire.verifier import TargetDescription
 from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
-from orchestrator.http.server import Door, HttpServer, check_parts
+from orchestrator.http.server import HttpDoor, HttpServer, check_parts
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.text import TokenBytes
 from orchestrator.tokens import Tokens
@@ -96,7 +96,7 @@ class Front:
     def __init__(self, service: Service, tokens: Tokens | None = None) -> None:
         access = Access(TlsSettings(), tokens)
         self.draining, self.answering = asyncio.Event(), Answering(service, access)
-        self.door = Door(make_app(service, self.answering), service, access, self.draining)
+        self.door = HttpDoor(make_app(service, self.answering), service, access, self.draining)
 
     async def ask(
         self, method: str, path: str, *parts: dict[str, Any], token: str = "", every_s: float = 0, **more: str

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
 from orchestrator.answer import Output
-from orchestrator.http.answers import Answer
+from orchestrator.http.answers import HttpAnswer
 from orchestrator.http.bodies import ChatBody, CompletionBody
 from orchestrator.text import TextStream, TokenBytes
 
@@ -265,7 +265,7 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
 def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any]) -> dict[str, Any]:
     """The body of an answer."""
     served: Any = SimpleNamespace(target=SimpleNamespace(name="", eos_ids=(0,)), token_bytes=made(family)[1])
-    answer = Answer(served, body, body.requests())
+    answer = HttpAnswer(served, body, body.requests())
     for event in [*events, Finished("length", 1, 1, [], [], [])]:
         answer.add(0, event)
     return answer.whole()
