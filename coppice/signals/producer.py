@@ -123,38 +123,36 @@ class Producer:
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
-        self._put("queries", redis_key(head, "queries"), query_to_fields(record))
+        self._put("queries", head, query_to_fields(record))
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
-        self._put("samples", redis_key(head, "samples"), sample_to_fields(sample))
+        self._put("samples", head, sample_to_fields(sample))
 
     # --- the queue ---
 
-    def _put(self, stream: Stream, key: str, fields: Fields) -> None:
-        entry = Entry(stream, key, fields, size_of(fields))
+    def _put(self, stream: Stream, head: str, fields: Fields) -> None:
+        entry = Entry(stream, redis_key(head, stream), fields, size_of(fields))
         self._metrics.produced.labels(stream).inc()
         with self._lock:
             refused = self._refuses(entry.size)
             if not refused:
                 self._entries.append(entry)
                 self._bytes += entry.size
+                self._allowance -= entry.size
         if refused:
             self._drop([entry], refused)
 
     def _refuses(self, size: int) -> str:
         """Return why an entry of this size may not wait here, "" if it may."""
         bounds, now = self._bounds, time.monotonic()
+        earned = (now - self._allowed_at) * bounds.bytes_per_s
+        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
         if size > bounds.entry_bytes:
             return "oversized"
         if len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
             return "full"
-        earned = (now - self._allowed_at) * bounds.bytes_per_s
-        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
-        if size > self._allowance:
-            return "rate"
-        self._allowance -= size
-        return ""
+        return "rate" if size > self._allowance else ""
 
     def _batch(self) -> list[Entry]:
         """Remove the oldest entries, as many as make a batch."""
