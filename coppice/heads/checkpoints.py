@@ -1,5 +1,5 @@
 """Checkpoints of draft heads. Heads are read in the layouts that others publish (SpecBlock's, EAGLE's, z-lab's,
-JetSpec's, DeepSpec's, speculators') and written in one for each kind: SpecBlock's, EAGLE's, and our own for the others.
+JetSpec's, DeepSpec's, speculators') and written in EAGLE's, which other engines read, or for other kinds in our own.
 
 A folder holds config.json and model.safetensors. Every key and shape must be the layout's, and no flag may be true that
 is not known here; nothing is unpickled. A head without a token embedding of its own uses the target's.
@@ -50,8 +50,8 @@ MASKED_KINDS = ("dflash", "jetspec", "dspark")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of our own layout: the kind
-_ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
-"""what config.json of the kinds that are written in their authors' layouts says instead"""
+_ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3"}
+"""what config.json of the kind that is written in its authors' layout says instead"""
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _SPELLINGS = {
     "eagle_aux_hidden_state_layer_ids": "feature_layers",
@@ -382,8 +382,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
     if model.own_embedding is not None:
-        theirs = _NAMES["specblock"][0] + "weight"
-        tensors[theirs if kind == "specblock" else _EMBEDDING] = model.own_embedding
+        tensors[_EMBEDDING] = model.own_embedding
     if model.own_output and not type(model).own_output:  # one of its own that the kind's model only borrows
         tensors[_LM_HEAD] = model.lm_head.weight
     values = config.model_dump(by_alias=True)
