@@ -241,8 +241,8 @@ class Session:
         if keyed and not rows.sends_ids:
             ids, log_probs = rows.law(node)
             if len(ids) <= MAX_ROW_SUPPORT:
-                return NextRoot(Row(ids, log_probs, rows.raw(node, ids) if want else None))
-        return NextRoot(None, drawn, rows.log_prob(node, drawn) if want else 0.0)
+                return NextRoot(Row(ids, log_probs, rows.log_probs(node)[ids] if want else None))
+        return NextRoot(None, drawn, float(rows.log_probs(node)[drawn]) if want else 0.0)
 
     def walk(self, step: VerifyStep, rows: TargetRows) -> None:
         """Walk a step's tree, or what is left of it: which of the rows are text.
@@ -278,7 +278,7 @@ class Session:
             next=root,
             timings=VerifyTimings(),
             verified=job.verified,
-            log_probs=tuple([rows.log_prob(node, token) for node, token in scored]),
+            log_probs=tuple([float(rows.log_probs(node)[token]) for node, token in scored]),
             pruned=len(job.tree) < len(step.tree),
             budget_hint=hint,
             top=rows.tops(rows.text if root else rows.text[:-1], request.top_log_probs),
@@ -369,7 +369,7 @@ class TargetRows:
         """no row can be sent, or none is on the host: the next root is drawn here"""
         self._plain: dict[int, NDArray[np.float32]] = {}
         self._laws: dict[int, SampledRow] = {}
-        self._mass: dict[int, np.float64] = {}  # by node: log of the sum of exp(logit - the highest)
+        self._log_probs: dict[int, NDArray[np.float32]] = {}
 
     def __getitem__(self, node: int) -> NDArray[np.float32]:
         if node not in self._plain:
@@ -402,20 +402,14 @@ class TargetRows:
         path = job.tree.tokens[np.array(path_to(job.tree, node), np.int64) - 1].tolist()
         return penalties.adjusted(self[node], [job.step.root, *path] if job.step else path)
 
-    def raw(self, node: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Log-probabilities of ids at a node at T=1, before any penalty."""
-        row = self[node]
-        highest = np.float64(row.max())
-        if node not in self._mass:
-            scores = row.astype(np.float64)
-            scores -= highest
-            self._mass[node] = np.log(np.exp(scores, out=scores).sum())
-        log_probs: NDArray[np.float32] = (row[ids] - highest - self._mass[node]).astype(np.float32)
-        return log_probs
-
-    def log_prob(self, node: int, token: int) -> float:
-        """The same of one id."""
-        return float(self.raw(node, np.array([token]))[0])
+    def log_probs(self, node: int) -> NDArray[np.float32]:
+        """(V,) log-probabilities at a node at T=1, before any penalty."""
+        if node not in self._log_probs:
+            scores = self[node].astype(np.float64)
+            scores -= scores.max()
+            scores -= np.log(np.exp(scores).sum())
+            self._log_probs[node] = scores.astype(np.float32)
+        return self._log_probs[node]
 
     def tops(self, nodes: Sequence[int], count: int) -> tuple[TopLogProbs, ...]:
         """The `count` most probable ids behind each node at T=1, the best first; nothing for a count of 0."""
@@ -424,7 +418,7 @@ class TargetRows:
             row = self[node]
             ids = largest(row, count)
             ids = ids[np.argsort(-row[ids], kind="stable")[:count]]
-            tops.append(TopLogProbs(ids, self.raw(node, ids)))
+            tops.append(TopLogProbs(ids, self.log_probs(node)[ids]))
         return tuple(tops)
 
 
