@@ -34,11 +34,6 @@ def serve_config() -> dict[str, Any]:
     return dict(yaml.safe_load(ray_service()["serveConfigV2"]))
 
 
-def test_it_replaces_the_deployments() -> None:
-    assert set(of_kind(objects("ray"), "Deployment")) == {"coppice-redis"}
-    assert {component(pod) for pod in pods(objects("ray")).values()} == {"ray", "redis", "test"}
-
-
 def test_its_pods_are_pods_that_find_the_registry() -> None:
     nodes = {name: pod for name, pod in pods(objects("ray")).items() if component(pod) == "ray"}
     assert set(nodes) == {"coppice-ray-head", "coppice-ray-gpu", "coppice-ray-cpu"}
@@ -63,14 +58,6 @@ def test_its_pods_have_the_grace_of_the_slowest_of_their_processes(more: dict[st
     for name, pod in pods(objects_in(manifests(laid_over(values_of("ray"), more)))).items():
         if component(pod) == "ray":
             assert pod["spec"]["terminationGracePeriodSeconds"] == longest_s + 30, name  # Serve adds 20 s
-
-
-def test_its_nodes_reach_redis() -> None:
-    (rule,) = of_kind(objects("ray"), "NetworkPolicy")["coppice-redis"]["spec"]["ingress"]
-    labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
-    for pod in pods(objects("ray")).values():
-        reaches = any(each.items() <= pod["metadata"]["labels"].items() for each in labels)
-        assert reaches == (component(pod) == "ray")
 
 
 def test_clients_dial_the_grpc_port_of_the_proxies() -> None:
