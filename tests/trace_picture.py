@@ -13,7 +13,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from coppice.pictures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.pipeline.test_seeing import APPLICATION, collecting, facts_of
@@ -23,11 +22,11 @@ HEADS = ("specblock-code", "lookup")
 PROMPT, NEW_TOKENS = "def read_lines(path):\n", 48
 ANSWERS = 6
 COLOURS = {
-    "application": BLACK,
-    "coppice-orchestrator": BLUE,
-    "coppice-verifier": ORANGE,
-    f"coppice-drafter-{HEADS[0]}": GREEN,
-    f"coppice-drafter-{HEADS[1]}": PURPLE,
+    "application": "#000000",
+    "coppice-orchestrator": "#0072B2",
+    "coppice-verifier": "#E69F00",
+    f"coppice-drafter-{HEADS[0]}": "#009E73",
+    f"coppice-drafter-{HEADS[1]}": "#CC79A7",
 }
 
 

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from coppice.commands.options import picture
 from coppice.limits import MAX_HISTORY
-from coppice.pictures.style import FAMILIES, GREEN, VERMILION
 from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
 
 if TYPE_CHECKING:
@@ -83,14 +82,16 @@ def rollback(
 
 SMOOTHING = 15
 """Queries of a moving mean"""
-ARM_COLOURS = {"skip": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
+HEAD_ONLY, FULL, PAYS, TAKEN_BACK = "#E69F00", "#0072B2", "#009E73", "#D55E00"
+"""colours of Okabe and Ito's"""
+ARM_COLOURS = {"skip": "0.75", "head": HEAD_ONLY, "full": FULL}
 _CHANGES = {
-    "pays": ("variant pays", GREEN),
-    "loses": ("taken back", VERMILION),
-    "head": ("head-only update", FAMILIES["head"]),
-    "full": ("full update", FAMILIES["full"]),
-    "revert": ("taken back", VERMILION),
-    "rollback": ("taken back", VERMILION),
+    "pays": ("variant pays", PAYS),
+    "loses": ("taken back", TAKEN_BACK),
+    "head": ("head-only update", HEAD_ONLY),
+    "full": ("full update", FULL),
+    "revert": ("taken back", TAKEN_BACK),
+    "rollback": ("taken back", TAKEN_BACK),
 }
 _LATEST = 8
 

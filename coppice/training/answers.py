@@ -248,10 +248,6 @@ class TargetAnswers:
         return (starts + np.arange(self.shard_tokens)).flatten()
 
 
-class RecordingStopped(Exception):
-    """A recording was stopped after so many tokens."""
-
-
 def record_answers(
     lines: list[str],
     target: Path,
@@ -262,13 +258,12 @@ def record_answers(
     dtype: str = "float32",
     layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from what it holds.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
-    progress: called before the first forward and after each one with the tokens recorded, and with those of all.
-    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on where this one ended.
+    progress: called before the first forward and after each one with the tokens recorded, and with those of all. What
+    it raises ends the recording, and the same call goes on where this one ended.
     Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
     texts of another length or with features of other layers. Raises InvalidField for layers that the target does not
     have.
@@ -291,7 +286,7 @@ def record_answers(
     answers = TargetAnswers(folder, plan, made_from["facts"], layers)
     if missing := [shard for shard in answers.shards if not (folder / shard.name).exists()]:
         engine = load_engine(target, device=device, dtype=dtype, kv_tokens=AT_ONCE * (answers.shard_tokens + 128))
-        recorder = _Recorder(answers, corpora or _load(lines, target), load_tokenizer(target), progress, stopped)
+        recorder = _Recorder(answers, corpora or _load(lines, target), load_tokenizer(target), progress)
         recorder.record(engine, missing)
     else:
         progress(answers.tokens, answers.tokens)
@@ -319,9 +314,8 @@ class _Recorder:
         corpora: Sequence[Corpus],
         tokenizer: Tokenizer,
         progress: Callable[[int, int], None],
-        stopped: Callable[[], bool],
     ) -> None:
-        self.answers, self.tokenizer, self.progress, self.stopped = answers, tokenizer, progress, stopped
+        self.answers, self.tokenizer, self.progress = answers, tokenizer, progress
         self.corpora = {corpus.name: corpus for corpus in corpora}
         self.file = answers.folder / BEGUN
         self.begun: dict[str, list[list[int]]] = {}
@@ -334,7 +328,7 @@ class _Recorder:
         self.saved = 0.0
 
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
-        """Record the shards that are missing. Raises RecordingStopped."""
+        """Record the shards that are missing."""
         answers, answerer = self.answers, Answerer(engine, self._fed, self.answers.layers)
         self.recorded = answers.tokens - len(missing) * answers.shard_tokens
         self.replayed = self.recorded + sum(len(ids) for texts in self.begun.values() for ids in texts)
@@ -369,16 +363,20 @@ class _Recorder:
 
     def _fed(self, ids: list[list[int]]) -> None:
         """Say how far the recording is, and keep the ids so far from time to time."""
-        count, done, stop = len(TEMPERATURES), self.recorded + sum(map(len, ids)), self.stopped()
-        self.progress(max(done, self.replayed), self.answers.tokens)
-        if done >= self.replayed and (stop or time.monotonic() - self.saved > SAVE_S):  # before, the file has more
-            begun = {shard.name: ids[count * n : count * (n + 1)] for n, shard in enumerate(self.now)}
-            partial_file = self.file.with_suffix(".partial")
-            partial_file.write_text(json.dumps(begun), encoding="utf-8")
-            partial_file.rename(self.file)
-            self.saved = time.monotonic()
-        if stop:
-            raise RecordingStopped(max(done, self.replayed))
+        done, ended = self.recorded + sum(map(len, ids)), False
+        try:
+            self.progress(max(done, self.replayed), self.answers.tokens)
+        except BaseException:
+            ended = True
+            raise
+        finally:
+            if done >= self.replayed and (ended or time.monotonic() - self.saved > SAVE_S):  # before, the file has more
+                count = len(TEMPERATURES)
+                begun = {shard.name: ids[count * n : count * (n + 1)] for n, shard in enumerate(self.now)}
+                partial_file = self.file.with_suffix(".partial")
+                partial_file.write_text(json.dumps(begun), encoding="utf-8")
+                partial_file.rename(self.file)
+                self.saved = time.monotonic()
 
     def _prompt(self, shard: _Shard, rng: np.random.Generator) -> list[int]:
         """Draw a prompt: the end of a chat, or a stretch of a document, half the time its beginning."""

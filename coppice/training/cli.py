@@ -103,7 +103,7 @@ def train_head(
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
     from coppice.training import heads, trainer
-    from coppice.training.answers import READ_TIMES, AnswerPlan, RecordingStopped, record_answers
+    from coppice.training.answers import READ_TIMES, AnswerPlan, record_answers
     from coppice.training.progress import Progress
 
     dtype = str(trainer.fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
@@ -119,22 +119,16 @@ def train_head(
     flags |= ({"shape": shape} if shape else {}) | ({"adamw": ""} if adamw else {})
     command, plan = command_line("head", data, flags), AnswerPlan(tokens // READ_TIMES, seed=seed)
     with trainer.stop_signal() as stopping, Progress("tokens") as progress:
+
+        def reach(recorded: int, total: int) -> None:
+            progress.reach(recorded, total)
+            if stopping.is_set():
+                progress.print(f"recorded {recorded} tokens, go on with the same command")
+                raise typer.Exit
+
         progress.say("recording the target's answers")
-        try:
-            answers = record_answers(
-                data,
-                target,
-                lessons or work / "lessons",
-                plan,
-                device=device,
-                dtype=dtype,
-                layers=read,
-                progress=progress.reach,
-                stopped=stopping.is_set,
-            )
-        except RecordingStopped as stop:
-            progress.print(f"recorded {stop} tokens, go on with the same command")
-            return
+        folder = lessons or work / "lessons"
+        answers = record_answers(data, target, folder, plan, device=device, dtype=dtype, layers=read, progress=reach)
     config = heads.TrainingConfig(kind, target, answers, work, fields, heads.RunOptions(resume, device, seed))
     recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
     if kind == "lm":

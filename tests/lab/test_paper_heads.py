@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -173,25 +172,6 @@ def test_other_trees_of_specblock_are_those_of_the_slow_reference(
     folder = save_random(tmp_path, "specblock")
     settings = settings_of("specblock", folder, target)
     check_steps(BranchingHead(settings, **tree), SlowSpecBlock(folder, target, settings, **tree), sampling)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_three_blocks_of_falcon_are_those_of_the_slow_reference(
-    sampling: SamplingParams, target: Path, tmp_path: Path
-) -> None:
-    folder = save_random(tmp_path, "falcon", slots=3, lstm_layers=1, num_hidden_layers=2)
-    settings = settings_of("falcon", folder, target, top_k=3)
-    check_steps(FalconHead(settings, blocks=3), SlowFalcon(folder, target, settings, blocks=3), sampling)
-
-
-def test_without_the_rank_head_every_slot_branches_alike(target: Path, tmp_path: Path) -> None:
-    settings = settings_of("specblock", save_random(tmp_path, "specblock"), target)
-    head = BranchingHead(settings, (1, 3, 1, 1), rank_guided=False, blocks=1)
-    head.model.rank = None
-    text = Text.random(20, 1)
-    opened(head, 0, text, 12)
-    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 60, GREEDY)])
-    assert sorted(Counter(map(len, tree)).items()) == [(1, 3), (2, 3), (3, 3), (4, 3)]
 
 
 def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path, tmp_path: Path) -> None:

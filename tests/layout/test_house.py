@@ -13,7 +13,7 @@ from tests.layout.test_layout import ROOT, imports, sources
 
 ORDER = (
     ("coppice",),
-    ("coppice/speculation", "coppice/prompts", "coppice/pictures"),
+    ("coppice/speculation", "coppice/prompts"),
     ("coppice/config", "coppice/wire"),
     ("coppice/engine", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),

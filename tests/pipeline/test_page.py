@@ -15,7 +15,6 @@ from playwright.sync_api import Browser, Page, expect
 from coppice.client.client import Client
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
-from coppice.pictures.style import looks
 from coppice.stack.launch import Stack
 from orchestrator.http.page import FILES, HEADERS, is_served
 from tests.browser import CHROMIUM, chromium, until, visiting
@@ -362,6 +361,10 @@ def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: boo
     assert is_served(load_settings(flags)) is served
 
 
-def test_heads_have_the_colours_of_the_pictures(page: Page) -> None:
+def test_heads_have_the_colour_of_their_kind_and_others_one_that_no_kind_has(page: Page) -> None:
     names = ["specblock-code", "specblock-2", "mine", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
-    assert page.evaluate("names => coloursOf(names)", names) == [look.colour for look in looks(names).values()]
+    colours = dict(zip(names, page.evaluate("names => coloursOf(names)", names), strict=True))
+    assert colours["specblock-code"] == colours["specblock-2"] == colours["specblock"] != colours["eagle3"]
+    assert colours["mine"] == colours["mine-2"] != colours["my_own"]
+    assert len({colours[kind] for kind in HEAD_KINDS}) == len(HEAD_KINDS)
+    assert not {colours["mine"], colours["my_own"]} & {colours[kind] for kind in HEAD_KINDS}

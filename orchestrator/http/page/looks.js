@@ -1,5 +1,5 @@
 "use strict";
-/* How heads look: the colours of coppice/pictures/style.py (Okabe and Ito's, and a few of Paul Tol's), and a mark. */
+/* How heads look: a colour of their kind (Okabe and Ito's, and a few of Paul Tol's), and a mark. */
 
 const FAMILIES = {
   plain: "#7F7F7F", hf: "#B8A05A", bigram: "#999933", lookup: "#56B4E9", lm: "#009E73",
@@ -9,7 +9,7 @@ const FAMILIES = {
 const UNKNOWN = ["#009E73", "#D55E00", "#56B4E9", "#882255", "#E69F00", "#0072B2"];
 const MARKS = ["●", "■", "▲", "◆"];
 
-/** The colour of each head, as `looks` of style.py gives them. */
+/** The colour of each head: of its kind, such as of `specblock` for `specblock-code`, else one that no kind of these has. */
 function coloursOf(names) {
   const families = names.map((name) => name.split(/[^a-z0-9]/)[0]);
   const taken = new Set(families.map((family) => FAMILIES[family]));
