@@ -50,7 +50,7 @@ class Object(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_says_nothing(cls, fields: Any) -> Any:
+    def _drop_null_and_neutral(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
         if len(fields) > _MOST_FIELDS:
@@ -241,7 +241,7 @@ class Message(Object):
 
     @field_validator("content")
     @classmethod
-    def _only_an_assistant_says_nothing(cls, content: Any, others: ValidationInfo) -> Any:
+    def _null_is_an_assistants(cls, content: Any, others: ValidationInfo) -> Any:
         if content is None and others.data.get("role") != "assistant":
             raise PydanticCustomError("null", "is null")
         return content
