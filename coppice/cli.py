@@ -114,15 +114,6 @@ app.command()(up)
 app.command()(top)
 
 
-@app.command(
-    "faults",
-    hidden=True,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def _faults() -> None:
-    _fail("the fault campaign is a test: run python -m tests.faults in a checkout", USAGE)
-
-
 app.command()(generate)
 app.command()(chat)
 app.command()(doctor)

@@ -44,18 +44,15 @@ def parse(text: str) -> dict[str, float]:
             value = float(written)
         except ValueError:
             raise ValueError(f"{part!r} is not NAME=NUMBER") from None
-        fits = {"delay": 0 < value <= 60, "garbage": 0 < value <= 1, "exit": value >= 1 and value == int(value)}
-        if not fits[action]:
-            raise ValueError(f"{part!r}: {_MEANING[action]}")
+        fits, meaning = {
+            "delay": (0 < value <= 60, "a delay is above 0 and at most 60 seconds"),
+            "garbage": (0 < value <= 1, "a share of answers is above 0 and at most 1"),
+            "exit": (value >= 1 and value % 1 == 0, "the number of a hit is a whole one from 1"),
+        }[action]
+        if not fits:
+            raise ValueError(f"{part!r}: {meaning}")
         values[name] = value
     return values
-
-
-_MEANING: Mapping[Action, str] = {
-    "delay": "a delay is above 0 and at most 60 seconds",
-    "garbage": "a share of answers is above 0 and at most 1",
-    "exit": "the number of a hit is a whole one from 1",
-}
 
 
 def enable(text: str) -> None:

@@ -19,26 +19,17 @@ def split(texts: list[Any] | None) -> list[Any] | None:
 
 
 def _writable(path: Path | None) -> Path | None:
-    """A path that will be written. Raises BadParameter where that cannot be done."""
-    if path:
-        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-        if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
-            raise typer.BadParameter(f"{path} cannot be written")
-    return path
-
-
-def _in_folder(path: Path | None) -> Path | None:
     """A file that will be written into a folder that is there. Raises BadParameter where that cannot be done."""
-    if path and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path} cannot be written: {path.parent} is no folder")
-    return _writable(path)
+    if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
 
 
 def _drawable(path: Path | None) -> Path | None:
     """The same for a picture."""
     if path and path.suffix not in PICTURES:
         raise typer.BadParameter(f"{path} does not end in {' or '.join(PICTURES)}")
-    return _in_folder(path)
+    return _writable(path)
 
 
 def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
@@ -46,14 +37,9 @@ def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
     return Option(*flags, metavar=metavar, callback=split, help=what)
 
 
-def folder(what: str) -> Any:
-    """An option that names a folder to write."""
-    return Option(metavar="DIR", file_okay=False, callback=_writable, help=what)
-
-
 def file(flag: str, what: str) -> Any:
     """An option that names a file to write; the path is checked before the work."""
-    return Option(flag, metavar="FILE", dir_okay=False, callback=_in_folder, help=what)
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_writable, help=what)
 
 
 def picture(flag: str, what: str) -> Any:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -146,11 +145,9 @@ def test_what_needs_no_hub_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_without_a_network_it_says_so_at_once(tmp_path: Path) -> None:
-    began = time.monotonic()
     told = refused("http://127.0.0.1:1", tmp_path, NAME)
     why = f"{NAME} is no folder, the cache does not hold it whole, and http://127.0.0.1:1 does not answer"
     assert told == f"coppice: MODEL: {why}\n"
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
