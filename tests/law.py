@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from coppice.heads.base import DraftJob
-from coppice.heads.lm import LanguageModelHead
+from coppice.heads.lm import sample
 from coppice.heads.ngram import sample_chain
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
@@ -157,13 +155,12 @@ def bigram_chain(table: FloatArray, text: list[int], params: SamplingParams) -> 
 def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
     """Two tokens as heads that are language models sample them."""
     job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
-    tree = SimpleNamespace(job=job, q_rows=[])
-    head: Any = SimpleNamespace(description=SimpleNamespace(vocab_size=VOCAB), _width=VOCAB)
-    so_far = list(text)
+    so_far, rows = list(text), []
     for depth in (1, 2):
-        logits = torch.from_numpy(table[so_far[-2], so_far[-1]])[None]
-        so_far.append(LanguageModelHead._sample(head, tree, logits, depth)[0])  # type: ignore[arg-type]
-    return DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32)), np.array(tree.q_rows)
+        token, q = sample(torch.from_numpy(table[so_far[-2], so_far[-1]]), job, depth)
+        so_far.append(token)
+        rows.append(q.astype(np.float32))
+    return DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32)), np.array(rows)
 
 
 Sampled = Callable[[FloatArray, list[int], SamplingParams], tuple[DraftTree, NDArray[np.float32]]]

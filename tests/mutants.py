@@ -54,7 +54,12 @@ def _noise_one_position_off(patch: Patch) -> None:
 
 
 def _coupling_one_position_off(patch: Patch) -> None:
-    _changed(patch, Ranking, "noise", lambda noise, self, seed, position: noise(self, seed, position + 1))
+    def couple(original: Any, self: Ranking, trees: Any, *given: Any) -> None:
+        original(self, trees, *given)
+        for tree in trees:
+            tree.noise = None if tree.noise is None else tree.noise.roll(-1, 0)
+
+    _changed(patch, Ranking, "couple", couple)
 
 
 def _nan_row(patch: Patch) -> None:

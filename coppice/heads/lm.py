@@ -182,7 +182,11 @@ class LanguageModelHead(Head):
             deeper, logits = depth + 1 < self.settings.depth, output.logits[:, : self._width]
             for tree, rows in zip(active, row_slices(active), strict=True):
                 if tree.job.want_q_rows:
-                    self._sample(tree, logits[rows], deeper, q_rows[tree.number])
+                    token, q = sample(logits[rows.start], tree.job, depth + 1)
+                    score = min(0.0, float(np.log(max(q[token], 1e-30))))
+                    tree.grow(Blocks([[[token]]], [[[score]]], [[0]], [[1]]), (0, 1), deeper)
+                    beyond = self.description.vocab_size - len(q)  # ids that the model does not know
+                    q_rows[tree.number].append(np.pad(q.astype(np.float32), (0, beyond)))
             if ranked := [tree for tree in active if not tree.job.want_q_rows]:
                 count = row_slices(ranked)[-1].stop
                 self.ranking.grow(ranked, logits[:count, None].float(), (0, self.settings.top_k), deeper)
@@ -220,12 +224,9 @@ class LanguageModelHead(Head):
             earlier=Earlier(tree.visible(), prefix + np.array(tree.entries, np.int64)),
         )
 
-    def _sample(self, tree: BlockTree, logits: Tensor, deeper: bool, q_rows: list[NDArray[np.float32]]) -> None:
-        """Add the next token of a chain, sampled from q; q's row is kept for the p/q rule."""
-        job = tree.job
-        q = (logits[0].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
-        drawn = uniform(job.sampling.seed, job.committed_len + len(tree.tokens) + 1, _CHAIN_STREAM)
-        token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
-        q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
-        score = min(0.0, float(np.log(max(q[token], 1e-30))))
-        tree.grow(Blocks([[[token]]], [[[score]]], [[0]], [[1]]), (0, 1), deeper)
+
+def sample(logits: Tensor, job: DraftJob, depth: int) -> tuple[int, NDArray[np.float64]]:
+    """Sample a chain's token at a depth from (V,) logits; returns it and the (V,) probabilities, for the p/q rule."""
+    q: NDArray[np.float64] = (logits.double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
+    drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
+    return min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1), q
