@@ -72,7 +72,8 @@ class Way:
 
 Line = dict[str, Any]
 """what a way said: its name, how many ids, their sha256, how often kills and weight syncs happened meanwhile, the
-difference, where it first left what was expected, and how many ids were compared up to there, that one included"""
+difference, where it first left what was expected, and how many ids were compared up to there, that one (0 where
+all are right)"""
 
 
 def two_of_each(spec: StackSpec) -> StackSpec:
@@ -122,7 +123,7 @@ def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], hap
             if right != other:
                 difference = f"prompt {number}, token {position}: {other} instead of {right}"
                 return line | {"compared": compared, "difference": difference}
-    return line | {"compared": compared, "difference": ""}
+    return line | {"compared": 0, "difference": ""}
 
 
 def drawn_by(reference: Any, question: Question, ids: Ids | str) -> Ids | None:
