@@ -72,8 +72,7 @@ class Way:
 
 Line = dict[str, Any]
 """what a way said: its name, how many ids, their sha256, how often kills and weight syncs happened meanwhile, the
-difference, where it first left what was expected, and how many ids were compared up to there, that one (0 where
-all are right)"""
+difference, where it first left what was expected, and how many ids were compared up to and with that one"""
 
 
 def two_of_each(spec: StackSpec) -> StackSpec:
