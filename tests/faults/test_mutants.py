@@ -75,7 +75,7 @@ class Rig:
         faults.lose_steps = faults.break_streams = False
         line = compare(name, self.expected, said)
         assert "UNAVAILABLE" not in line["difference"], f"nobody answered, which finds nothing: {line['difference']}"
-        return line["compared"], line["difference"]
+        return (line["compared"], line["difference"]) if line["difference"] else (0, "")
 
     def law(self, head: str) -> tuple[int, str]:
         """A law is refuted at the level of test_law."""
