@@ -226,12 +226,14 @@ class _Process:
             await process.wait()
 
     async def ask(self, question: object) -> Any:
-        """The answer. A question that was asked is answered, though nobody may wait for the answer any more.
+        """The answer. Who leaves before the process is asked leaves the line; a question is answered in any case.
 
         Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
         """
         async with self._turns.admit(client=client_salt()):
+            await self._exchanging.acquire()  # the client of the question before may have left
             answering = asyncio.create_task(self._answer(json.dumps(question).encode() + b"\n"))
+            answering.add_done_callback(lambda _: self._exchanging.release())
             answering.add_done_callback(lambda done: done.cancelled() or done.exception())
             answer, *refused = json.loads(await asyncio.shield(answering))
         if refused:
@@ -239,15 +241,14 @@ class _Process:
         return answer
 
     async def _answer(self, question: bytes) -> bytes:
-        async with self._exchanging:
-            for is_last in (False, True):
-                try:
-                    return await self._exchange(question)
-                except (OSError, EOFError) as error:  # it was killed, or hangs
-                    await self.stop()
-                    if is_last and isinstance(error, TimeoutError):
-                        raise
-            raise Unavailable("the tokenizer's process ended")
+        for is_last in (False, True):
+            try:
+                return await self._exchange(question)
+            except (OSError, EOFError) as error:  # it was killed, or hangs
+                await self.stop()
+                if is_last and isinstance(error, TimeoutError):
+                    raise
+        raise Unavailable("the tokenizer's process ended")
 
     async def _exchange(self, question: bytes) -> bytes:
         process = await self.start()

@@ -124,8 +124,8 @@ class GenerationServicer:
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (part := await events.get()) is not None:
+                unread -= size(part)  # what is being sent does not wait: a part may be larger than the bound
                 yield part
-                unread -= size(part)
             if running.cancelled():
                 raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()

@@ -151,7 +151,8 @@ class Sampled(Body):
     @property
     def scored(self) -> bool:
         """Whether log-probabilities are wanted."""
-        return getattr(self, "logprobs", None) not in (None, False)
+        log_probs = getattr(self, "logprobs", None)
+        return log_probs is not None and log_probs is not False  # 0 asks for those of the answer's own tokens
 
     @property
     def usage_in_stream(self) -> bool:

@@ -158,6 +158,7 @@ def check_parts(body: bytes | bytearray) -> None:
 
 _IDLE_S = 75  # a connection on which no whole head of a request comes is closed
 _FILES_A_CALL = 8  # descriptors of the process for each call that is taken at once; connections have half of them
+_BACKLOG = 2048  # connections that wait to be accepted
 _LAST_WORDS_S = 2  # for what is cut to tell its client
 
 
@@ -166,6 +167,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process: they end gRPC and HTTP together."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let many connections wait, but asyncio accept one at a time: it logs each failure of `backlog` in a row."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
 
 
 class _Connection(H11Protocol):
@@ -203,6 +210,7 @@ class HttpServer:
             host=settings.server.host,
             port=settings.orchestrator.http_port,
             http=_Connection,  # h11 bounds the bytes of headers
+            backlog=1,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -129,6 +129,7 @@ class Following:
         self._stream: Stream | None = None
         self._task: asyncio.Task[None] | None = None
         self._reason: object = ""  # of the stream's end
+        self._opened = False  # the head was given the prompt
         self._closed = False
 
     async def open(self, opening: OpenDraft, leads: bool) -> OpenDraft:
@@ -147,7 +148,9 @@ class Following:
             raise InvalidField("open.features", f"begin at position {ref.start} of {end} committed ids")
         self._given = ref.start if reads else end
         self._follow(ref, "open.features.ref")
-        return replace(opening, features=await self._features(ref, end, OPEN_S) if reads else None)
+        features = await self._features(ref, end, OPEN_S) if reads else None
+        self._opened = True
+        return replace(opening, features=features)
 
     async def ask(self, step: DraftStep, arrived: int) -> None:
         """Take the client's step, which came at `arrived` of `perf_counter_ns`. Raises InvalidField, Unavailable."""
@@ -244,15 +247,16 @@ class Following:
     async def _features(self, ref: FeatureRef, end: int, within_s: float) -> Features:
         """Features of the positions up to `end`, excluded, that the head was not given, as soon as they have come.
 
-        Raises Unavailable, InvalidField.
+        A stream that has ended is begun once more. Raises Unavailable, InvalidField.
         """
-        if self._end < end and (self._task is None or self._task.done()):
-            self._begin(ref, end)
         try:
             async with asyncio.timeout(within_s):
-                while self._end < end and self._task is not None and not self._task.done():
-                    self._news.clear()
-                    await self._news.wait()
+                for _ in range(2 if self._opened else 1):
+                    if self._end < end and not self._closed and (self._task is None or self._task.done()):
+                        self._begin(ref, end)
+                    while self._end < end and self._task is not None and not self._task.done():
+                        self._news.clear()
+                        await self._news.wait()
         except TimeoutError:
             self._reason = f"not in {within_s:g} s"
         if self._end >= end:
@@ -285,7 +289,7 @@ class Following:
                     raise InvalidField("features", "do not come with a commit")
                 if isinstance(item, Commit):
                     self._lead(item)
-                    if self._last is not None and self._end - self._given > _MOST_UNASKED:
+                    if self._opened and self._end - self._given > _MOST_UNASKED:
                         return  # the rows can be had again
                 self._news.set()
         except grpc.aio.AioRpcError as error:
@@ -300,7 +304,7 @@ class Following:
     def _append(self, features: Features) -> None:
         """Keep rows behind the others. Those of an opening may begin later than was asked for."""
         if features.start > self._end and not self._rows:
-            if self._last is not None:
+            if self._opened:
                 raise InvalidField("step.advance", f"the verifier no longer has the features of position {self._given}")
             self._given = features.start
         elif features.start != self._end:

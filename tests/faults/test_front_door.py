@@ -25,6 +25,7 @@ from coppice.stack.spec import StackSpec
 from coppice.telemetry import MOST_SCRAPES, metric
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
+from orchestrator.service import GenerationServicer
 from tests.signals import eventually
 from tests.tiny import make_target
 
@@ -114,6 +115,26 @@ async def test_an_answer_that_is_left_unread_holds_a_bounded_number_of_bytes(sta
         assert process.memory_info().rss - before < 32 << 20
         assert await read(call, []) is grpc.StatusCode.UNAVAILABLE
         assert "wait to be read" in await call.details()
+
+
+async def test_a_part_that_is_larger_than_what_may_wait_does_not_end_its_answer() -> None:
+    """As the log-probabilities of a long prompt are: what is being sent does not wait."""
+
+    class Scoring(GenerationServicer):
+        def __init__(self) -> None:
+            pass
+
+        async def _answer(self, message: Any, send: Any) -> None:
+            for size in (2 << 20, 1, 1):
+                send(size)
+                await asyncio.sleep(0)
+
+    parts: list[Any] = []
+    async for part in Scoring().answer(generation_pb2.GenerateRequest(), lambda event: event, lambda size: size):  # type: ignore[arg-type,return-value]
+        parts.append(part)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    assert parts == [2 << 20, 1, 1]
 
 
 async def test_millions_of_empty_parts_are_refused_before_they_are_unpacked(stack: Stack) -> None:

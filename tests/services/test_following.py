@@ -205,6 +205,28 @@ async def test_a_stream_whose_commits_do_not_come_ends_the_session() -> None:
         assert (code, "not in 1 s" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+async def test_a_stream_that_ends_while_a_step_waits_is_followed_again() -> None:
+    feeder = Holder(hangs=False)
+    feeder.commits = [commit_of([5], 6)]
+    async with asked_once(feeder, Recorder(truth=list(range(100)))) as client:
+        await client.send(7, [5, 6])
+        feeder.go.set()
+        await client.tree()
+        assert feeder.followed == 2
+
+
+async def test_a_head_that_is_opened_and_never_asked_keeps_a_bounded_number_of_rows() -> None:
+    feeder, count = Holder(), following._MOST_UNASKED + 2
+    feeder.commits = [commit_of([5], 6, start=len(IDS) + number) for number in range(count)]
+    async with feeding(feeder) as ref, drafter_of(Recorder(truth=[5] * 400)) as drafter, drafting(drafter) as here:
+        client = await DrafterClient(here, IDS, features=fetched(ref.verifier, "s")).open()
+        feeder.go.set()
+        await until(lambda: feeder.dropped == 1)
+        await client.send(6, [5] * count)
+        await client.tree()
+        assert feeder.followed == 2
+
+
 async def test_rows_that_came_before_the_end_of_a_stream_are_used() -> None:
     feeder = Holder(hangs=False)
     feeder.commits = [commit_of([5], 6)]

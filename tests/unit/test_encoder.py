@@ -246,6 +246,13 @@ async def test_the_line_is_bounded_and_whoever_leaves_is_out_of_it(target: Path)
         assert all(
             isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
         )
+        under_way = len(asyncio.all_tasks())
+        for _ in range(3):  # one after another, while the first question is answered: none of them is asked
+            leaving = asyncio.create_task(encoding.encode(LONG))
+            await asyncio.sleep(0.01)
+            leaving.cancel()
+            await asyncio.wait([leaving])
+        assert len(asyncio.all_tasks()) == under_way
         again = [asyncio.create_task(encoding.encode(LONG)) for _ in range(3)]
         await asyncio.sleep(0)
         processes()[0].resume()

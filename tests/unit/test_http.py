@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import resource
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -382,6 +384,32 @@ async def test_json_has_no_infinity() -> None:
     front = Front(Service(STARTED, chunk, WHOLE[-1]))
     log_probs = json.loads((await front.complete(logprobs=2)).text)["choices"][0]["logprobs"]
     assert log_probs["token_logprobs"] == [-9999.0]
+
+
+async def test_log_probabilities_without_alternatives_are_log_probabilities() -> None:
+    chunk = Chunk("a", (65,), (Origin.ROOT,), ("a",), (-0.5,))
+    front = Front(Service(STARTED, chunk, WHOLE[-1]))
+    log_probs = json.loads((await front.complete(logprobs=0)).text)["choices"][0]["logprobs"]
+    assert (log_probs["token_logprobs"], log_probs["top_logprobs"]) == ([-0.5], [None])
+
+
+async def test_a_process_without_descriptors_says_so_once_a_look() -> None:
+    """asyncio would try as often as connections may wait, and log each failure with its traceback."""
+    failures: list[str] = []
+    loop, limits = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with listening(Service(*WHOLE, flags=FLAGS)) as address:
+        loop.set_exception_handler(lambda _, context: failures.append(context["message"]))
+        with socket.socket() as client:
+            client.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                await loop.sock_connect(client, address)
+                await until(lambda: failures)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        loop.set_exception_handler(None)
+    assert failures[0] == "socket.accept() out of system resource"
+    assert len(failures) < 8
 
 
 async def test_a_requests_metrics_count_the_drafts_in_its_text() -> None:
