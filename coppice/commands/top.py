@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -28,8 +28,6 @@ LOOK_S, WINDOW_S, ANSWER_S = 1.0, 10.0, 1.0
 
 Page = dict[tuple[str, str], float]
 """the values of one page by metric and head (or pool), each the sum over all other labels"""
-Figures = dict[tuple[str, str], list[float]]
-"""the same of several pages, a value a page"""
 
 ALARMS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("coppice_head_suspect", lambda value: value > 0, "{} drafts far below what is expected of it"),
@@ -67,7 +65,7 @@ class Monitor:
     def __init__(self, addresses: Sequence[str]) -> None:
         """`addresses`: HOST:PORT of each page, of orchestrators and adapters."""
         self._addresses = addresses
-        self._looks: deque[tuple[float, Figures]] = deque()
+        self._looks: deque[tuple[float, dict[str, Page]]] = deque()
         self.silent: list[str] = []
         """addresses that left the latest look unanswered"""
 
@@ -76,17 +74,13 @@ class Monitor:
         now = time.monotonic()
         if self._looks and now - self._looks[-1][0] < 0.9 * LOOK_S:
             return
-        figures: Figures = defaultdict(list)
-        self.silent = []
+        pages, self.silent = {}, []
         for address in self._addresses:
             try:
-                page = read(address)
+                pages[address] = read(address)
             except OSError:
                 self.silent.append(address)
-            else:
-                for key, value in page.items():
-                    figures[key].append(value)
-        self._looks.append((now, figures))
+        self._looks.append((now, pages))
         while now - self._looks[0][0] > WINDOW_S:
             self._looks.popleft()
 
@@ -132,16 +126,21 @@ class Monitor:
 
     def _labels(self, metric: str) -> list[str]:
         """The heads (or pools) that a metric has values of now, in the order of the pages."""
-        return [label for name, label in self._looks[-1][1] if name == metric]
+        pages = self._looks[-1][1].values()
+        return list(dict.fromkeys(label for page in pages for name, label in page if name == metric))
 
     def _values(self, metric: str, label: str = "") -> list[float]:
         """What each page says now."""
-        return self._looks[-1][1].get((metric, label), [])
+        return [page[metric, label] for page in self._looks[-1][1].values() if (metric, label) in page]
 
     def _grown(self, metric: str, label: str = "") -> float:
-        """By how much a counter grew in the window; where one began anew meanwhile, they count from 0."""
-        before, now = (sum(look[1].get((metric, label), [])) for look in (self._looks[0], self._looks[-1]))
-        return now - before if now >= before else now
+        """By how much a counter grew on the pages that answer; one that began anew in the window counts from 0."""
+        (_, first), (_, last) = self._looks[0], self._looks[-1]
+        growth = 0.0
+        for address, page in last.items():
+            before, now = (each.get((metric, label), 0.0) for each in (first.get(address, page), page))
+            growth += now - before if now >= before else now
+        return growth
 
     def _rate(self, metric: str) -> float:
         seconds = self._looks[-1][0] - self._looks[0][0]

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 from coppice.config.model import check_model, why_no_model
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, NotFound
 from coppice.limits import check_range
 from coppice.machine import Dtype, default_dtype, usable_cores
 from coppice.speculation.policy import Policy
@@ -50,7 +50,7 @@ def module_of(name: str) -> str:
 def _models() -> Path:
     root = checkout()
     if root is None:
-        raise InvalidField("target", "the demo's models are in a checkout and in the image, not in the package")
+        raise NotFound("the demo's models are in a checkout and in the image, not in the package: give --target DIR")
     return root / "models" / "demo"
 
 
@@ -64,7 +64,7 @@ class HeadSpec:
 
     @classmethod
     def shipped(cls, name: str) -> Self:
-        """A head of the demo's target. Raises InvalidField."""
+        """A head of the demo's target. Raises NotFound."""
         kind = SHIPPED_HEADS[name]
         return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
 
@@ -151,7 +151,7 @@ class StackSpec:
 
     @classmethod
     def demo(cls, **changes: Any) -> Self:
-        """The demo's target with its heads. Raises InvalidField while the models are not there."""
+        """The demo's target with its heads. Raises NotFound, or InvalidField while the models are not there."""
         heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
         return cls(**{"target": _models() / "target", "heads": heads, **changes})
 

@@ -11,6 +11,8 @@ from coppice.stack.process import ProcessFailed, ServiceProcess
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MOST_DEATHS, WITHIN_S = 3, 60.0
 """an orchestrator that dies so often in so many seconds is not started again"""
+MOST_PAUSES = 8
+"""doublings after which a pause is the longest"""
 
 
 class Supervisor:
@@ -59,4 +61,4 @@ class Supervisor:
                 process.check()
             except ProcessFailed as error:
                 raise ProcessFailed(f"{MOST_DEATHS} times in {WITHIN_S:g} s {error}") from None
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (len(deaths) - 1))
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(deaths) - 1, MOST_PAUSES))

@@ -276,10 +276,14 @@ def record_answers(
     source["layers"] = list(layers)
     record, corpora = folder / RECORD, list[Corpus]()
     if not record.exists():
+        if any(folder.glob("*.safetensors")):
+            raise DataError(f"{folder} has no {RECORD}: what its answers were made from is not known")
         corpora = _load(lines, target)
         facts = {corpus.name: corpus.facts() for corpus in corpora}
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps({"source": source, "facts": facts}) + "\n", encoding="utf-8")
+        partial_record = record.with_suffix(".partial")
+        partial_record.write_text(json.dumps({"source": source, "facts": facts}) + "\n", encoding="utf-8")
+        partial_record.rename(record)
     made_from = json.loads(record.read_text(encoding="utf-8"))
     if made_from["source"] != source:
         raise DataError(f"{folder} holds target answers made from {made_from['source']}; these would be from {source}")
@@ -330,6 +334,8 @@ class _Recorder:
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
         """Record the shards that are missing."""
         answers, answerer = self.answers, Answerer(engine, self._fed, self.answers.layers)
+        self.begun = {shard.name: self.begun[shard.name] for shard in missing if shard.name in self.begun}
+        missing = sorted(missing, key=lambda shard: shard.name not in self.begun)  # those that the file has, at once
         self.recorded = answers.tokens - len(missing) * answers.shard_tokens
         self.replayed = self.recorded + sum(len(ids) for texts in self.begun.values() for ids in texts)
         self.progress(self.replayed, answers.tokens)
