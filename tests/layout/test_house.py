@@ -36,12 +36,12 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 36_465,
-    "of it lab": 4_509,
-    "files outside tests": 212,
-    "Python of tests": 35_587,
-    "words of docs": 29_248,
-    "settings": 94,
+    "Python outside tests": 33_017,
+    "of it lab": 4_053,
+    "files outside tests": 191,
+    "Python of tests": 33_180,
+    "words of docs": 24_700,
+    "settings": 69,
     "MB of tracked files": 62,
 }
 """Bounds of the repository's sizes. A landing that makes one smaller writes its figure here; nobody raises one."""

@@ -157,7 +157,7 @@ def test_where_texts_alone_are_wanted_no_head_says_what_it_misses(stack: Stack, 
         return eventually(lambda: bool(queries(store, "block")), 1.0) and queries(store, "block")[-1].s == 0.0
 
     assert eventually(silent)
-    assert samples(store, "block")
+    assert eventually(lambda: bool(samples(store, "block")))
 
 
 def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_counted(
