@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,21 +17,14 @@ from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
-from coppice.wire.generation import Chunk
 from tests.processes import Service
+from tests.replicas import fit, interrupted, registry
 from tests.signals import eventually
+
+__all__ = ["registry"]  # a fixture
 
 PROMPT = tuple(range(7, 40))
 NEW = 200
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[LocalRedis]:
-    """Where replicas register."""
-    redis = LocalRedis()
-    redis.start()
-    yield redis
-    redis.stop()
 
 
 @pytest.fixture(scope="module")
@@ -54,49 +47,32 @@ def found(target: Path, registry: LocalRedis, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-def fit(stack: Stack, pool: str) -> int:
-    """Replicas that the first orchestrator would use."""
-    with urllib.request.urlopen(f"http://{stack.orchestrator.metrics}/metrics", timeout=5) as page:
-        lines = page.read().decode().splitlines()
-    return int(
-        float(next(line for line in lines if line.startswith(f'coppice_replicas_fit{{pool="{pool}"')).split()[-1])
-    )
-
-
-def interrupted(stack: Stack, blow: Callable[[], None], **told: object) -> tuple[int, ...]:
-    """An answer in whose middle something happens."""
-    ids: list[int] = []
+def answer(stack: Stack, blow: Callable[[], None], **options: Any) -> tuple[int, ...]:
     with Client(stack.address) as client:
-        for event in client.stream(PROMPT, max_new_tokens=NEW, ignore_eos=True, **told):
-            if isinstance(event, Chunk):
-                before = len(ids)
-                ids += event.ids
-                if before < 20 <= len(ids):
-                    blow()
-    return tuple(ids)
+        return interrupted(client, PROMPT, blow, max_new_tokens=NEW, **options)
 
 
 def test_replicas_are_noticed_when_they_come_and_when_they_leave(
     found: Stack, registry: LocalRedis, target: Path, start_service: Callable[..., Service]
 ) -> None:
-    assert eventually(lambda: (fit(found, "verifier"), fit(found, "self")) == (2, 2), 5)
+    assert eventually(lambda: fit(found) == {"verifier": 2, "self": 2}, 5)
     flags = ("--verifier.target", str(target), "--directory.redis", registry.url, "--server.host", "127.0.0.1")
     third = start_service("services.verifier", *flags)
-    assert eventually(lambda: fit(found, "verifier") == 3, 5)
+    assert eventually(lambda: fit(found)["verifier"] == 3, 5)
     third.stop()
-    assert eventually(lambda: fit(found, "verifier") == 2, 5)
+    assert eventually(lambda: fit(found)["verifier"] == 2, 5)
 
 
 def test_a_drained_verifier_hands_its_sessions_over(found: Stack) -> None:
-    assert eventually(lambda: fit(found, "verifier") == 2, 10)
+    assert eventually(lambda: fit(found)["verifier"] == 2, 10)
     with Client(found.address) as client:
         told = {"temperature": 1.0, "seed": 4}
         plain = client.generate(PROMPT, policy="plain", max_new_tokens=NEW, ignore_eos=True, **told)
     for name in ("verifier-0", "verifier-1"):  # one of them has the session
-        said = interrupted(found, partial(os.kill, found.services[name].pid, signal.SIGTERM), **told)
+        said = answer(found, partial(os.kill, found.services[name].pid, signal.SIGTERM), **told)
         assert said == plain.ids
         assert found.restart(name)
-        assert eventually(lambda: fit(found, "verifier") == 2, 10)
+        assert eventually(lambda: fit(found)["verifier"] == 2, 10)
 
 
 def test_a_request_waits_for_the_only_verifiers_to_come_back(found: Stack, reference: Reference) -> None:
@@ -106,14 +82,14 @@ def test_a_request_waits_for_the_only_verifiers_to_come_back(found: Stack, refer
         for name in ("verifier-0", "verifier-1"):
             found.restart(name)
 
-    assert interrupted(found, restart) == reference.greedy(PROMPT, NEW).ids
+    assert answer(found, restart) == reference.greedy(PROMPT, NEW).ids
 
 
 def test_the_list_holds_while_the_registry_is_away(found: Stack, registry: LocalRedis, reference: Reference) -> None:
-    assert eventually(lambda: fit(found, "verifier") == 2, 10)
+    assert eventually(lambda: fit(found)["verifier"] == 2, 10)
     os.kill(registry.pid, signal.SIGSTOP)
     try:
-        assert interrupted(found, lambda: time.sleep(4)) == reference.greedy(PROMPT, NEW).ids
-        assert (fit(found, "verifier"), fit(found, "self")) == (2, 2)
+        assert answer(found, lambda: time.sleep(4)) == reference.greedy(PROMPT, NEW).ids
+        assert fit(found) == {"verifier": 2, "self": 2}
     finally:
         os.kill(registry.pid, signal.SIGCONT)

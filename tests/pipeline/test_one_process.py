@@ -27,23 +27,24 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.telemetry import metric, scrape
+from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
-from coppice.wire.generation import Chunk
 from services.adapter.push import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.adaptation import QUICK
 from tests.mortal_head import DIES, FAILS
 from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.replicas import fit, interrupted, registry
 from tests.signals import eventually
 
-__all__ = ["heads", "target"]  # fixtures
+__all__ = ["heads", "registry", "target"]  # fixtures
 
 NEW, LONG = 32, 100
 VERIFIERS = ("verifier-0", "verifier-1")
 HEADS = ("block", "mortal")
+POOLS = ("verifier", *HEADS)
 SAMPLED = SamplingParams(temperature=1.0, seed=4)
 
 
@@ -51,14 +52,6 @@ SAMPLED = SamplingParams(temperature=1.0, seed=4)
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """Its certificate for verifiers names drafters, too."""
     return Authority(tmp_path_factory.mktemp("authority"), 'issue verifier ",DNS:drafter"\n')
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[LocalRedis]:
-    redis = LocalRedis()
-    redis.start()
-    yield redis
-    redis.stop()
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +109,6 @@ def reference(target: Path) -> Reference:
     return Reference(target, "float32", threads=1)
 
 
-def fit(stack: Stack) -> list[int]:
-    """Replicas of each pool that the orchestrator would use."""
-    told = {
-        sample.labels["pool"]: int(sample.value)
-        for sample in scrape(stack.orchestrator.metrics)
-        if sample.name == "coppice_replicas_fit"
-    }
-    return [told[pool] for pool in ("verifier", *HEADS)]
-
-
 def drafted(stack: Stack) -> float:
     """How many batches the heads of all verifiers have drafted."""
     running = [name for name in VERIFIERS if stack.processes[name].exit_code is None]
@@ -157,16 +140,9 @@ def texts_are_plains(client: Client, reference: Reference, policy: str, prompts:
         assert client.generate(prompt, policy=policy, sampling=SAMPLED, **told).ids == plain
 
 
-def interrupted(client: Client, blow: Callable[[], object]) -> tuple[int, ...]:
+def answer(client: Client, blow: Callable[[], object]) -> tuple[int, ...]:
     """A drafted answer in whose middle something happens."""
-    ids: list[int] = []
-    for event in client.stream(PROMPTS[1], max_new_tokens=LONG, ignore_eos=True, policy="single:block"):
-        if isinstance(event, Chunk):
-            before = len(ids)
-            ids += event.ids
-            if before < 20 <= len(ids):
-                blow()
-    return tuple(ids)
+    return interrupted(client, PROMPTS[1], blow, max_new_tokens=LONG, policy="single:block")
 
 
 def sessions(stack: Stack, role: str, count: str) -> float:
@@ -184,7 +160,7 @@ def test_every_head_registers_beside_its_verifier_and_one_certificate_serves_bot
 ) -> None:
     assert {"verifier-0", "verifier-1"} < set(stack.processes)
     assert not {"drafter-block", "drafter-mortal"} & set(stack.processes)
-    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
     for policy in ("single:block", "single:mortal", "merge"):
         before = drafted(stack)
         texts_are_plains(client, reference, policy, PROMPTS[1:])
@@ -227,13 +203,13 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
         keys = [registry_key("verifier", ""), *(registry_key("drafter", head) for head in HEADS)]
         return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
 
-    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
     terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
     with Redis.from_url(registry.url) as redis:
         assert listed() == [True, True, True]
-        assert interrupted(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+        assert answer(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
         assert eventually(lambda: listed() == [False, False, False], 3), "it left; its leases would run for longer"
-    assert eventually(lambda: fit(stack) == [1, 1, 1], 10)
+    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 1), 10)
     assert stack.restart(name), "it ended by itself, with exit code 0"
 
 
@@ -241,9 +217,9 @@ def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
     stack: Stack, client: Client, reference: Reference
 ) -> None:
     for name in VERIFIERS:  # one of them has the session
-        assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+        assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
         kill = partial(os.kill, stack.services[name].pid, signal.SIGKILL)
-        assert interrupted(client, kill) == reference.greedy(PROMPTS[1], LONG).ids
+        assert answer(client, kill) == reference.greedy(PROMPTS[1], LONG).ids
         before = drafted(stack)
         texts_are_plains(client, reference, "single:block", PROMPTS[1:])
         assert drafted(stack) > before, "the other verifier's heads draft"
@@ -254,7 +230,7 @@ async def test_a_head_that_fails_fails_alone(
     stack: Stack, client: Client, reference: Reference, authority: Authority
 ) -> None:
     """The last test: afterwards the heads called mortal are dead."""
-    assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
     texts_are_plains(client, reference, "single:mortal", [(FAILS, 1, 2)])
     for name in VERIFIERS:
         assert (await described(stack, authority, name, "mortal")).name == "mortal"
@@ -269,4 +245,4 @@ async def test_a_head_that_fails_fails_alone(
     for policy in ("single:block", "single:mortal", "merge"):
         texts_are_plains(client, reference, policy, PROMPTS[1:])
     assert drafted(stack) > before
-    assert fit(stack)[:2] == [2, 2]
+    assert [fit(stack)[pool] for pool in POOLS[:2]] == [2, 2]
