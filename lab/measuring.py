@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import typer
 from rich.console import Console
@@ -21,9 +21,6 @@ from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
 from lab.options import Options
 from lab.report import Check, Report
-
-if TYPE_CHECKING:
-    pass
 
 GRACE_S = 5.0
 

@@ -108,7 +108,7 @@ class Calibration:
         seen = zip(self._logits(step_log_probs[offered]).tolist(), accepted[offered].tolist(), strict=True)
         # Plain floats: a step offers a handful of nodes, too few to pay for array calls.
         fade = 1 / self.MEMORY_STEPS
-        h00, h01, h11 = (kept + fade * (prior - kept) for kept, prior in zip(self._precision, self._PRIOR, strict=True))
+        h00, h01, h11 = (h + fade * (prior - h) for h, prior in zip(self._precision, self._PRIOR, strict=True))
         g0 = g1 = 0.0
         for x, was_accepted in seen:
             error = was_accepted - 1 / (1 + math.exp(-(self.scale * x + self.shift)))

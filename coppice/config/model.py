@@ -63,8 +63,8 @@ def why_no_model(folder: str | Path | None, typed: bool = False) -> str:
 
 def check_model(setting: str, folder: str | Path | None, typed: bool = False) -> None:
     """Raise InvalidField, which names the setting, unless a folder holds a Hugging Face model."""
-    if why := why_no_model(folder, typed):
-        raise InvalidField(setting, why)
+    if reason := why_no_model(folder, typed):
+        raise InvalidField(setting, reason)
 
 
 def text_ends(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -183,8 +183,8 @@ class ModelSize:
     def check_ranks(self, ranks: int) -> None:
         """Raise InvalidField unless each rank can hold as many of a layer's key heads as the others."""
         if self.kv_heads % ranks:
-            why = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
-            raise InvalidField("verifier.ranks", why)
+            reason = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
+            raise InvalidField("verifier.ranks", reason)
 
     def fit_kv(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
         """The KV tokens that a verifier gets: so many, and of the default number what KV_SHARE of the memory that the

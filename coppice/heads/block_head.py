@@ -81,7 +81,7 @@ class BlockHead(FeatureHead):
             states, logits, buckets = self.timed(self._from_states, inputs)
 
     def _from_roots(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._read(self.run(inputs).index_select(0, inputs.kept))
+        return self._read(self.run(inputs).index_select(0, inputs.outputs))
 
     def _from_states(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._read(self.run_behind(inputs, inputs.features))

@@ -84,7 +84,7 @@ class Rows:
     tails: Sequence[Tail]
     features: Tensor | None = None
     """(N, F) target features, in the host's memory; or with sources (M, hidden) states of the head's own"""
-    kept: Sequence[int] = ()
+    outputs: Sequence[int] = ()
     """rows whose states are read"""
     sources: Sequence[int] | None = None
     """(N,) which of the states each row reads"""
@@ -92,15 +92,15 @@ class Rows:
 
 def join(parts: Sequence[Rows]) -> Rows:
     """Join the rows of several sessions that read target features; of each the last one's state is read."""
-    kept = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
+    outputs = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
     if len(parts) == 1:
-        return replace(parts[0], kept=kept)
+        return replace(parts[0], outputs=outputs)
     return Rows(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.positions for part in parts]),
         [tail for part in parts for tail in part.tails],
         torch.cat([part.features for part in parts if part.features is not None]),
-        kept,
+        outputs,
     )
 
 
@@ -115,7 +115,7 @@ class Inputs:
     embeddings: Tensor  # (1, N, hidden)
     positions: Tensor  # (1, N)
     attends: list[Attend]  # one for each layer
-    kept: Tensor  # (J,) rows whose states are read
+    outputs: Tensor  # (J,) rows whose states are read
     beside: Tensor  # numbers that came with them
 
 
@@ -138,7 +138,7 @@ class RowInputs:
             self.embedding.index_select(0, _tensor(rows.tokens))[None],
             _tensor(rows.positions)[None],
             self._attends(sdpa(rows.tails, self.pool)),
-            _tensor(rows.kept),
+            _tensor(rows.outputs),
             torch.from_numpy(beside),
         )
 
@@ -147,13 +147,13 @@ class RowInputs:
         table = RowTable.of(rows.tails)
         entries, tail = len(table.session), int((table.length - table.paged).max())
         sessions, blocks = map(padded, table.table.shape)
-        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.kept) or 1))
+        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.outputs) or 1))
         read = np.array([] if rows.sources is None else rows.sources, np.int64)
         if rows.features is not None and rows.sources is None:
             read = _as_ints(rows.features)
         flat = np.concatenate((read, beside))
         inputs = self._on_device(bucket, padded(max(1, len(flat))))
-        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
+        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.outputs))
         sent = inputs.fill(batch, table, flat)
         features, rest = sent.split_with_sizes([len(read), len(beside)])
         if rows.sources is not None and rows.features is not None:
@@ -166,7 +166,7 @@ class RowInputs:
             self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
             inputs.positions[None, : len(rows.tokens)],
             self._attends(inputs.narrowed(entries)),
-            inputs.keep[: len(rows.kept)],
+            inputs.keep[: len(rows.outputs)],
             rest,
         )
 

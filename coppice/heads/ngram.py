@@ -101,17 +101,17 @@ class Lookup:
     def start(self, root: int) -> list[Occurrence]:
         """Find where the text's end, `root` included, stands in the texts: longest suffixes first, then most recent."""
         suffix = [*self.ids[1 - ORDERS[-1] :], root]
-        found: dict[tuple[int, int], Occurrence] = {}
+        occurrences: dict[tuple[int, int], Occurrence] = {}
         for order in INDEXED:
             gram = hash(tuple(suffix[-order:]))
             for number, text in enumerate((self, *self.earlier)):
                 for position in text.positions(order, gram):
-                    if len(found) == OCCURRENCES:
-                        return list(found.values())
+                    if len(occurrences) == OCCURRENCES:
+                        return list(occurrences.values())
                     place = number, position
-                    if place not in found and (length := text.match(position, suffix)) >= order:
-                        found[place] = text.ids, position, length
-        return list(found.values())
+                    if place not in occurrences and (length := text.match(position, suffix)) >= order:
+                        occurrences[place] = text.ids, position, length
+        return list(occurrences.values())
 
     def positions(self, order: int, gram: int) -> Iterator[int]:
         """Where n-grams with a hash end, the latest first."""
@@ -251,15 +251,15 @@ class Predicted:
     def followers(self, state: State) -> dict[int, float]:
         """Return the next tokens and their probabilities: each guess has its share of what those before it leave."""
         guesses, occurrences = state
-        found: dict[int, float] = {}
+        shares: dict[int, float] = {}
         rest = 1.0
         for guess in guesses:
             token, rate = self._ids[guess.at], self._rates[guess.kind]
-            found[token] = found.get(token, 0.0) + rest * rate
+            shares[token] = shares.get(token, 0.0) + rest * rate
             rest *= 1 - rate
         for token, share in self._text.followers(occurrences).items():
-            found[token] = found.get(token, 0.0) + rest * share
-        return found
+            shares[token] = shares.get(token, 0.0) + rest * share
+        return shares
 
     def place(self, state: State, token: int) -> int:
         """Return which token of the prediction this one is behind a path, from 1; 0: it is not drafted from it."""

@@ -298,8 +298,8 @@ class Ranking:
         spine: NDArray[Any] = np.zeros(best.shape[:-1], np.int64)
         if greedy is not None:
             ids, theirs = others[:2]
-            found = best == ids
-            spine, absent = found.argmax(-1), ~found.any(-1)
+            is_greedy = best == ids
+            spine, absent = is_greedy.argmax(-1), ~is_greedy.any(-1)
             if absent.any():
                 best[absent, -1], log_scores[absent, -1] = ids[absent, 0], theirs[absent, 0]
                 spine[absent] = best.shape[-1] - 1

@@ -78,7 +78,7 @@ class Registry:
                 registered, troubled = True, False
             except Unavailable as error:
                 if not troubled:
-                    log.warning("not registered", at=self.key, reason=str(error))
+                    log.warning("not registered", at=self.key, why=str(error))
                 registered, troubled = False, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.lease_s / 3):
@@ -174,7 +174,7 @@ class Directory:
                     addresses = await source.look()
                 except Unavailable as error:
                     if not troubled:
-                        log.warning("a directory is lost; what it named last holds", at=source.name, reason=str(error))
+                        log.warning("a directory is lost; what it named last holds", at=source.name, why=str(error))
                     troubled = True
                 else:
                     if troubled:

@@ -397,7 +397,7 @@ class Serving:
         failed = failed or asyncio.Event()
         background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
         await self.leaving.wait()
-        await asyncio.gather(*self._registered)
+        await asyncio.gather(*self._registered, return_exceptions=True)
         self.draining.set()
         self.health.not_ready(*self._services)
         await self.server.stop(self.settings.grace_s)

@@ -186,6 +186,9 @@ class Producer:
                     log.warning("redis does not take signals", why=str(error))
                 self._demands, self._polled_at = {}, -math.inf
                 pause_s = backoff.fail()
+            except Exception:
+                log.exception("signals not sent")
+                self._demands, pause_s = {}, _LONGEST_BACKOFF_S
             if last:
                 return
             with contextlib.suppress(TimeoutError):
@@ -215,8 +218,8 @@ class Producer:
                 for entry in batch:
                     self._sent[entry.key] += 1
                     fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(self._sent[entry.key])}
-                    kept = min(bounds.stream_entries, max(1, bounds.stream_bytes // entry.size))
-                    pipe.xadd(entry.key, fields, maxlen=kept, approximate=True)
+                    most = min(bounds.stream_entries, max(1, bounds.stream_bytes // entry.size))
+                    pipe.xadd(entry.key, fields, maxlen=most, approximate=True)
                 answers = await pipe.execute(raise_on_error=False)
         finally:
             self._drop(batch[len(answers) :], "redis")

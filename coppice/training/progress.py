@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self, unit: str, total: int | None = None) -> None:
         """`unit`: what is counted; `total`: how many of them there are, if that is known."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         self._console, self._unit, self._printed = Console(), unit, time.monotonic()
         self._bar = Bar(
             *columns,
@@ -28,7 +28,7 @@ class Progress:
             speed_estimate_period=3600,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=total)
+        self._task = self._bar.add_task("starting", total=total, rate=unit)
 
     def say(self, doing: str) -> None:
         """Show what is being done now."""
@@ -42,6 +42,8 @@ class Progress:
     def reach(self, done: int, total: int) -> None:
         """Say how many are done, of so many; the first call says how many were done before."""
         self._bar.update(self._task, completed=min(done, total), total=total)
+        if speed := self._bar.tasks[0].speed:
+            self._bar.update(self._task, rate=f"{self._unit}, {speed:.1f} {self._unit}/s")
         self._print_line()
 
     def print(self, line: str) -> None:
@@ -62,4 +64,4 @@ class Progress:
         (task,) = self._bar.tasks
         total = f" of {task.total:.0f}" if task.total else ""
         left = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
-        self.print(f"{task.description}: {task.completed:.0f}{total} {self._unit}{left}")
+        self.print(f"{task.description}: {task.completed:.0f}{total} {task.fields['rate']}{left}")

@@ -76,7 +76,7 @@ class MedusaHead(AtOnceHead):
         """Read the features of the last rows."""
         rows = self.root_rows(trees)
         assert rows.features is not None
-        return self.timed(self._logits, rows.features[list(rows.kept)].to(self.device))
+        return self.timed(self._logits, rows.features[list(rows.outputs)].to(self.device))
 
     def _logits(self, features: Tensor) -> Tensor:
         states = self.model(features)
@@ -110,7 +110,7 @@ class ParallelSpecHead(AtOnceHead):
     def predict(self, trees: Sequence[BlockTree]) -> Tensor:
         """Read the masks' states."""
         inputs = self.row_inputs.make(self.root_rows(trees))  # of each job the last mask's row is kept
-        masks = inputs.kept[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
+        masks = inputs.outputs[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
         return self.timed(self._logits, inputs, masks)
 
     def _logits(self, inputs: Inputs, masks: Tensor) -> Tensor:

@@ -259,10 +259,8 @@ class Drafters:
             )
             for name, own in each.items()
         }
-        allowed = settings.drafter.verifiers
-        addresses = (
-            directory(allowed, "verifier", "", settings.directory.redis, "drafter.verifiers") if allowed else None
-        )
+        allowed, redis = settings.drafter.verifiers, settings.directory.redis
+        addresses = directory(allowed, "verifier", "", redis, "drafter.verifiers") if allowed else None
         self._verifiers = Verifiers(Dialer(settings.tls), addresses, verifier)
         self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers)
 

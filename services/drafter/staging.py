@@ -52,8 +52,8 @@ class Staging:
                 f"{live.version} with hash {live.hash.hex()}"
             )
         if header.version > live.version + MAX_VERSION_STEP:
-            why = f"{header.version} is more than {MAX_VERSION_STEP} above version {live.version}, which is in use"
-            raise InvalidField("header.version", why)
+            reason = f"{header.version} is more than {MAX_VERSION_STEP} above version {live.version}, which is in use"
+            raise InvalidField("header.version", reason)
         numbers = (1 + MAX_VARIANTS) * sum(tensor.numel() for tensor in first.tensors.values()) + MAX_KINDS * 2 * SKETCH
         most = 8 + MAX_FILE_HEADER + 4 * numbers
         if header.size > most:
@@ -163,8 +163,8 @@ def _entries(file: bytearray) -> tuple[list[tuple[str, _Entry]], int]:
             if name != "__metadata__":
                 entries.append((name, _Entry.model_validate(entry)))
         except ValidationError:
-            why = "has no dtype, shape and data_offsets of a safetensors file"
-            raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", why) from None
+            reason = "has no dtype, shape and data_offsets of a safetensors file"
+            raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", reason) from None
     return sorted(entries, key=lambda named: named[1].data_offsets), 8 + size
 
 

@@ -101,7 +101,7 @@ class Ranks:
 
     def fail(self, reason: str) -> NoReturn:
         """End this process at once, and with it all others."""
-        log.error("the ranks of the target end together", reason=reason)
+        log.error("the ranks of the target end together", why=reason)
         os._exit(1)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:

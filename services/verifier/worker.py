@@ -125,7 +125,7 @@ class Worker(BatchingThread):
                 torch.set_num_threads(self.settings.threads)
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
-            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, reason=cut_by)
+            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
         log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)

@@ -37,9 +37,9 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 RATCHET = {
     "Python outside tests": 33_017,
-    "of it lab": 4_053,
+    "of it lab": 4_050,
     "files outside tests": 191,
-    "Python of tests": 33_180,
+    "Python of tests": 33_164,
     "words of docs": 24_700,
     "settings": 69,
     "MB of tracked files": 62,

@@ -34,7 +34,7 @@ class BlockConfig(HeadConfig):
 class BlockInput(nn.Module):
     """Condition, token and position query of each slot, normalised and fused (SpecBlock, equation 2)."""
 
-    kept: Tensor | None = None
+    frozen: Tensor | None = None
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class BlockInput(nn.Module):
         shared = self.condition_norm(condition), self.token_norm(token), torch.zeros_like(condition)
         # fuse [c, t, q] = fuse [c, t, 0] + fuse [0, 0, q]: the first term is the same in every slot.
         of_prefix: Tensor = self.fuse(torch.cat(shared, dim=-1))
-        of_query = self.constant() if self.kept is None else self.kept
+        of_query = self.constant() if self.frozen is None else self.frozen
         if broadcast:
             return of_prefix[..., None, :] + of_query
         slots = of_query.expand(*of_prefix.shape[:-1], -1, -1)

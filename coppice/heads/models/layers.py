@@ -197,7 +197,7 @@ class DraftModel(nn.Module):
         part: Any
         for part in self.modules():
             if hasattr(part, "constant"):
-                part.kept = part.constant()
+                part.frozen = part.constant()
 
     def add_output(self) -> None:
         """Add what lies behind a kind's own layers: the last norm, the output layer, the rotary factors and d2t.
@@ -241,7 +241,7 @@ def borrow(layer: nn.Linear) -> None:
 class Attention(nn.Module):
     """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 
-    kept: Tensor | None = None
+    frozen: Tensor | None = None
 
     def __init__(self, config: HeadConfig, inputs: int = 1) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
         value = qkv[:, -self.kv_heads :]
         turned = qkv[:, : -self.kv_heads]
-        weights = self.constant() if self.kept is None else self.kept
+        weights = self.constant() if self.frozen is None else self.frozen
         if weights is not None:  # as one: a norm costs as much for both
             turned = F.rms_norm(turned, (self.dim,), None, self.q_norm.eps) * weights.to(turned.dtype)
         turned = rotate(turned, rope)
