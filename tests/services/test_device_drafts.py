@@ -52,8 +52,8 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
         config = head.config
         move(head.model)
         for part in head.model.modules():
-            if getattr(part, "kept", None) is not None:
-                part.kept = part.kept.to(DEVICE)
+            if getattr(part, "frozen", None) is not None:
+                part.frozen = part.frozen.to(DEVICE)
         shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
         pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
         head.row_inputs = RowInputs(pool, head.row_inputs.embedding.to(DEVICE), config.group, len(shapes))
