@@ -136,7 +136,7 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
     "truncated, announced so": (
         lambda case: case.good.with_file(case.good.file[:-8]),
         INVALID,
-        r"tensors\..*: its bytes are not where",
+        r"file: is no safetensors file",
     ),
     "flipped bit": (
         lambda case: Push(case.good.header, case.good.with_file(case.flipped()).parts),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from coppice.signals.producer import Producer
@@ -17,27 +15,24 @@ _LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
 
 
 class _Window:
-    """A session's latest committed positions: ids and feature rows, as they came; WINDOW of them and an advance."""
+    """A session's latest committed positions: at most WINDOW ids and feature rows."""
 
-    def __init__(self, session: str) -> None:
-        self.session, self.end, self.dtype = session, 0, "float32"
-        self.sampled = 0  # the end of the last sample, before the first one the prompt's end
-        self.ids: deque[int] = deque()
-        self.rows: deque[bytes] = deque()
+    def __init__(self, opening: OpenDraft, features: Features) -> None:
+        self.session = opening.session
+        self.ids: list[int] = []
+        self.rows: list[bytes] = []
+        self.append(opening.ids, features)
+        self.sampled = self.end  # the end of the last sample, before the first one the prompt's end
 
     def append(self, ids: list[int], features: Features) -> None:
         """Take the features of positions up to a new end, `ids` those of its last positions."""
-        while len(self.ids) > WINDOW:
-            self.ids.popleft()
-            self.rows.popleft()
-        inline, count = features.inline or b"", features.count
-        width = len(inline) // max(1, count)
-        new = min(count, len(ids)) if self.ids else min(count, WINDOW)  # of a prompt no more than is ever read
-        self.dtype = features.dtype or "float32"
-        self.ids += ids[len(ids) - new :]
-        self.rows += (inline[at * width : (at + 1) * width] for at in range(count - new, count))
-        self.end = features.start + count
-        self.sampled = self.sampled or self.end
+        count = min(features.count, len(ids), WINDOW)
+        rows, width = features.inline or b"", len(features.inline or b"") // max(1, features.count)
+        first = features.count - count
+        self.ids = [*self.ids, *ids[len(ids) - count :]][-WINDOW:]
+        new = [rows[at * width : (at + 1) * width] for at in range(first, features.count)]
+        self.rows = [*self.rows, *new][-WINDOW:]
+        self.dtype, self.end = features.dtype or "float32", features.start + features.count
 
 
 class Samples:
@@ -54,8 +49,7 @@ class Samples:
     def open(self, key: int, opening: OpenDraft) -> None:
         """Take a session's prompt, if samples are wanted now and it comes with features."""
         if opening.features is not None and self._wanted:
-            self._windows[key] = _Window(opening.session)
-            self._windows[key].append(opening.ids, opening.features)
+            self._windows[key] = _Window(opening, opening.features)
 
     def advance(self, key: int, advance: Advance) -> None:
         """Take what a session committed. A window that is full of what was not sampled yet is a sample."""
@@ -73,6 +67,5 @@ class Samples:
     def _offer(self, window: _Window, least: int) -> None:
         if self._wanted and window.end - window.sampled >= least:
             window.sampled = window.end
-            ids, rows = list(window.ids)[-WINDOW:], list(window.rows)[-WINDOW:-1]
-            sample = Sample(window.session, np.array(ids, np.int64), b"".join(rows), window.dtype)
+            sample = Sample(window.session, np.array(window.ids, np.int64), b"".join(window.rows[:-1]), window.dtype)
             self._producer.sample(self._head, sample)

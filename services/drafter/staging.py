@@ -1,20 +1,17 @@
-"""A push of weights that is put together and checked, piece by piece, before a head sees it.
+"""A push of weights: its parts are collected in a file and checked before the head sees a tensor of it.
 
-Everything in a push is untrusted. The file is parsed here and not by the safetensors library, whose reader copies it in
-one go and keeps all of Python waiting; the format is a length, a JSON object and the values. Nothing here computes with
-torch, so that drafting goes on beside it.
+Everything in a push is untrusted. Nothing here computes with torch's threads, so that drafting goes on beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-from typing import Annotated, Any
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
@@ -25,7 +22,7 @@ from coppice.weights.versions import Weights
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning
-_NAME_CHARS = 80  # of a name that the sender made up, in what it is told
+_NAME_CHARS = 80  # of a name that the sender made up, in the answer to it
 
 
 class Staging:
@@ -39,7 +36,6 @@ class Staging:
         of the head's tensors has. The one in use once more is no error: see `in_use`.
         """
         self.header, self.live = header, live
-        self._file, self._sha256, self._parts = bytearray(), hashlib.sha256(), 0
         if header.head != head:
             raise StaleFence(f"these weights are for the head {header.head}; this drafter serves {head}")
         self.in_use = (header.version, header.weights_hash) == (live.version, live.hash)
@@ -68,16 +64,18 @@ class Staging:
         if header.weights_hash == live.hash:
             raise InvalidField("header.weights_hash", f"version {header.version} would change nothing")
         self._parent = parent
+        self._file = NamedTemporaryFile()  # noqa: SIM115  (it goes when the push is read, or dropped)
+        self._sha256, self._size, self._parts = hashlib.sha256(), 0, 0
 
     def add(self, part: WeightsPart) -> None:
         """Take the next part. Raises InvalidField when it is another one or does not fit the announced size."""
         if part.number != self._parts or part.number >= self.header.parts:
             raise InvalidField("part.number", f"{part.number} came; expected {self._expected()}")
-        size = len(self._file) + len(part.data)
-        if size > self.header.size:
-            raise InvalidField("part.data", f"{size} bytes so far are more than the {self.header.size} announced")
+        self._size += len(part.data)
+        if self._size > self.header.size:
+            raise InvalidField("part.data", f"{self._size} bytes so far are more than the {self.header.size} announced")
         self._sha256.update(part.data)
-        self._file += part.data
+        self._file.write(part.data)
         self._parts += 1
 
     def _expected(self) -> str:
@@ -92,12 +90,13 @@ class Staging:
         header = self.header
         if self._parts < header.parts:
             raise InvalidField("part.number", f"the stream ended; expected {self._expected()} of {header.parts}")
-        if len(self._file) != header.size:
-            raise InvalidField("part.data", f"{len(self._file)} bytes came, {header.size} were announced")
+        if self._size != header.size:
+            raise InvalidField("part.data", f"{self._size} bytes came, {header.size} were announced")
         if self._sha256.digest() != header.sha256:
             raise InvalidField("header.sha256", f"the bytes that came have {self._sha256.hexdigest()}")
-        tensors = read_file(self._file, self._parent)
-        self._file = bytearray()
+        with self._file:
+            self._file.flush()
+            tensors = read_file(self._file.name, self._parent)
         weights = self._parent.changed(tensors, header.version)
         if weights.hash != header.weights_hash:
             raise InvalidField(
@@ -107,72 +106,31 @@ class Staging:
         return weights
 
 
-def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
+def read_file(path: str, parent: Weights) -> dict[str, Tensor]:
     """Copy the tensors out of a safetensors file: the parent's, or variants of them, in float32, in its shapes, finite.
 
     Raises InvalidField: `file` where it is no safetensors file, else `tensors.NAME`.
     """
-    entries, start = _entries(file)
-    at = start
     tensors: dict[str, Tensor] = {}
-    for name, entry in entries:
-        field = f"tensors.{name[:_NAME_CHARS]}"
-        shape = shape_of(name, parent.tensors)
-        if shape is None:
-            raise InvalidField(field, "is no tensor of this head that may be replaced")
-        if entry.dtype != "F32":
-            raise InvalidField(field, f"is of dtype {entry.dtype[:_NAME_CHARS]}, expected F32")
-        if entry.shape != list(shape):
-            raise InvalidField(field, f"has shape {str(entry.shape)[:_NAME_CHARS]}, expected {list(shape)}")
-        count, (begin, end) = math.prod(shape), entry.data_offsets
-        if (start + begin, end - begin) != (at, 4 * count) or at + 4 * count > len(file):
-            raise InvalidField(field, "its bytes are not where its shape and the tensors before it put them")
-        values = np.frombuffer(file, "<f4", count, at)
-        at += values.nbytes
-        if not np.isfinite(values).all():
-            raise InvalidField(field, "is not finite")
-        tensors[name] = torch.empty(shape)
-        np.copyto(tensors[name].numpy().reshape(-1), values)
-    if at != len(file):
-        raise InvalidField("file", f"{len(file) - at} bytes belong to no tensor")
-    return tensors
-
-
-class _Entry(BaseModel, strict=True, extra="forbid"):
-    """What a safetensors file says of one tensor."""
-
-    dtype: str
-    shape: list[NonNegativeInt]
-    data_offsets: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
-
-
-def _entries(file: bytearray) -> tuple[list[tuple[str, _Entry]], int]:
-    """Return the tensors in the order of their values as the file announces them, and where the values begin."""
-    size = int.from_bytes(file[:8], "little")
-    if len(file) < 8 or not 2 <= size <= min(len(file) - 8, MAX_FILE_HEADER):
-        raise InvalidField("file", "is no safetensors file: its header does not fit into it")
     try:
-        announced = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        raise InvalidField("file", "is no safetensors file: its header is no JSON object of distinct names") from None
-    if not isinstance(announced, dict):
-        raise InvalidField("file", "is no safetensors file: its header is no JSON object")
-    entries = []
-    for name, entry in announced.items():
-        try:
-            if name != "__metadata__":
-                entries.append((name, _Entry.model_validate(entry)))
-        except ValidationError:
-            reason = "has no dtype, shape and data_offsets of a safetensors file"
-            raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", reason) from None
-    return sorted(entries, key=lambda named: named[1].data_offsets), 8 + size
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name comes twice")
-    return values
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                field, entry = f"tensors.{name[:_NAME_CHARS]}", file.get_slice(name)
+                shape, dtype = shape_of(name, parent.tensors), entry.get_dtype()
+                if shape is None:
+                    raise InvalidField(field, "is no tensor of this head that may be replaced")
+                if dtype != "F32":
+                    raise InvalidField(field, f"is of dtype {dtype}, expected F32")
+                if entry.get_shape() != list(shape):
+                    reason = f"has shape {str(entry.get_shape())[:_NAME_CHARS]}, expected {list(shape)}"
+                    raise InvalidField(field, reason)
+                values = file.get_tensor(name).numpy()  # a view of the file
+                if not np.isfinite(values).all():
+                    raise InvalidField(field, "is not finite")
+                tensors[name] = torch.from_numpy(values.copy())
+    except SafetensorError as error:
+        raise InvalidField("file", f"is no safetensors file: {str(error)[:_NAME_CHARS]}") from None
+    return tensors
 
 
 def staging_for(head: Head, header: WeightsHeader) -> Staging:
