@@ -1,4 +1,4 @@
-"""What a request has answered so far: chunks for the client, the answer's summary, and its trace for operators."""
+"""What a request has answered so far: chunks for the client; sums, counts and a trace for client and operators."""
 
 from __future__ import annotations
 
@@ -32,24 +32,14 @@ class Output:
     """Turns committed tokens into chunks. A chunk is sent by `flush`, as soon as the step's questions are out."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        prompt_tokens: int,
-        text: TextStream,
-        stop_ids: frozenset[int],
-        emit: Callable[[Chunk], None],
+        self, request: GenerationRequest, text: TextStream, stop_ids: frozenset[int], emit: Callable[[Chunk], None]
     ) -> None:
         """`emit` takes every chunk. Raises InvalidField when the request resumes behind an end."""
         self._request, self._text, self._stop_ids, self._emit = request, text, stop_ids, emit
         self._left = request.max_new_tokens
         self._chunk: Chunk | None = None  # certain and not sent yet
         self.finish: FinishReason | None = None
-        self.result = Finished("length", prompt_tokens, 0, [], [], [])
-        self._resume(request.resume_ids)
-
-    def _resume(self, ids: Sequence[int]) -> None:
-        """Take in the tokens that the client holds as if they had been made here; their text is known to it."""
-        for token in ids:
+        for token in request.resume_ids:  # as if they had been made here; their text is known to the client
             if self.finish is not None:
                 raise InvalidField("resume_ids", f"go on behind the answer's end ({self.finish})")
             self._push(token)
@@ -72,25 +62,22 @@ class Output:
 
         top: the best ids in the place of each, or nothing.
         """
-        new = [(*token, Origin.DRAFT) for token in accepted]
-        if root is not None:
-            new.append((*root, Origin.ROOT))
+        new = [*accepted, root] if root is not None else accepted
         pieces: list[str] = []
-        for token, _, _ in new:
+        for token, _ in new:
             pieces.append(self._push(token))
             if self.finish is not None:
                 break
-        taken = new[: len(pieces)]
+        count = len(pieces)
         self._chunk = Chunk(
             text="".join(pieces),
-            ids=tuple([token for token, _, _ in taken]),
-            origins=tuple([origin for _, _, origin in taken]),
+            ids=tuple([token for token, _ in new[:count]]),
+            origins=(*(Origin.DRAFT,) * len(accepted), Origin.ROOT)[:count],
             pieces=tuple(pieces),
-            log_probs=tuple([log_prob for _, log_prob, _ in taken]) if self._request.want_log_probs else (),
-            top=top[: len(taken)],
+            log_probs=tuple([log_prob for _, log_prob in new[:count]]) if self._request.want_log_probs else (),
+            top=top[:count],
         )
-        self.result.new_tokens += len(taken)
-        return len(taken)
+        return count
 
     def flush(self, step: Step | None) -> None:
         """Send the chunk that waits, if there is one. step: the one that made it; None for the first token."""
@@ -98,47 +85,18 @@ class Output:
         if chunk is None:
             return
         if step is not None and self._request.want_trees:
-            tree, *others = step_trees(step, self._piece)
+            tree, *others = step_trees(step, lambda token: self._text.tokens.of(token, True).decode(errors="replace"))
             chunk = replace(chunk, tree=tree, others=tuple(others))
         self._emit(chunk)
 
-    def _piece(self, token: int) -> str:
-        """The text of a token by itself."""
-        return self._text.tokens.of(token, True).decode(errors="replace")
-
-    def account(self, step: Step) -> None:
-        """Add where the step's time went and what it verified."""
-        timings, times = self.result.timings, step.verdict.timings
-        head_ns = max([draft.forward_ns for draft in step.drafts], default=0)
-        timings.draft_ns += step.draft_ns
-        timings.transport_ns += step.transport_ns
-        timings.verify_ns += times.total_ns - times.accept_ns
-        timings.accept_ns += times.accept_ns
-        timings.target_forward_ns += times.forward_ns
-        timings.head_forward_ns += head_ns
-        timings.step_ns.append(took_ns := step.took_ns)
-        timings.split_ns.append(took_ns - times.forward_ns - head_ns)
-        self.result.routed.append(step.choice.routed)
-        self.result.verified_nodes.append(step.num_verified)
-        for draft in step.drafts:
-            self.result.late_drafts += draft.late
-            self.result.bad_drafts += draft.bad
-
-    def end(self, prefill_ns: int, decode_ns: int) -> Finished:
-        """The summary of an answer that has ended."""
-        timings = self.result.timings
-        timings.prefill_ns, timings.decode_ns = prefill_ns, decode_ns
-        elsewhere = timings.draft_ns + timings.transport_ns + timings.verify_ns + timings.accept_ns
-        timings.commit_ns = max(0, decode_ns - elsewhere)
-        assert self.finish
-        self.result.finish_reason = self.finish
-        return self.result
-
 
 def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
-    """The tree that a step verified, for people to look at, then those that lost the routing to it."""
-    tree, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
-    makers: dict[tuple[int, ...], tuple[int, int]] = {}
+    """The tree that a step verified, for people to look at, then those that lost the routing to it.
+
+    piece: the text of a token by itself.
+    """
+    chosen, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
+    makers: dict[tuple[int, ...], tuple[int, int]] = {}  # of a path: the first forward that made it, its heads
     for head, draft in enumerate(step.drafts):
         for path, forward in zip(paths(draft.tree), made_by(draft.tree, draft.deltas), strict=True):
             first, owners = makers.get(path, (forward, 0))
@@ -159,10 +117,10 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
             routed=head,
         )
 
-    cut = sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))
+    cut = sorted(set(range(1, len(chosen) + 1)).difference(step.verified.tolist()))
     verify_ns = step.transport_ns + verdict.timings.total_ns
-    chosen = picture(tree, routed, verdict.accepted)
-    trees = [replace(chosen, cut=tuple(cut), draft_ns=step.draft_ns, verify_ns=verify_ns)]
+    best = picture(chosen, routed, verdict.accepted)
+    trees = [replace(best, cut=tuple(cut), draft_ns=step.draft_ns, verify_ns=verify_ns)]
     for at, draft in enumerate(step.drafts):
         if len(draft.scored) and 0 <= routed != at:
             right = np.flatnonzero(outcomes(draft.scored, step.offered)[1]) + 1
@@ -181,73 +139,94 @@ def made_by(tree: DraftTree, deltas: Sequence[int]) -> list[int]:
 
 
 class Account:
-    """Kept from a request's arrival to its end."""
+    """Sums and counts of a request from its arrival to its end."""
 
     def __init__(self, metrics: OrchestratorMetrics) -> None:
         self.id = secrets.token_hex(12)
         """names the request in logs; its sessions are named after it"""
         self.metrics, self.trace = metrics, current()
-        self.result: Finished | None = None
-        """what was answered so far; None until the request is decoded"""
+        self.result = Finished("length", 0, 0, [], [], [])
+        """the answer's summary so far"""
         self.policy = ""
-        self.queue_ns = 0
         self._arrived = time.perf_counter_ns()
 
     def admitted(self) -> None:
         """The request has a seat."""
         now = time.perf_counter_ns()
-        self.queue_ns = now - self._arrived
+        self.result.timings.queue_ns = now - self._arrived
         if self.trace is not None:
             self.trace.add("queue", self._arrived, now)
 
-    def opened(self, opened: SessionOpened, preferred: bool) -> None:
-        """A verifier has prefilled the prompt. preferred: it is the one that prompts which begin like it go to."""
-        assert self.result
-        self.result.cached_tokens = min(opened.cached_tokens, self.result.prompt_tokens)
-        self.metrics.cache_queries.inc(self.result.prompt_tokens)
-        self.metrics.cache_hits.inc(self.result.cached_tokens)
-        self.metrics.prefix_routed.labels("preferred" if preferred else "other").inc()
+    def prefilled(self, opened: SessionOpened, preferred: bool, began: int, now: int) -> None:
+        """The prompt was prefilled, which began at `began`, and the first token is there.
 
-    def first_token(self, began: int, now: int) -> None:
-        """The prompt was prefilled, which began at `began`, and the first token is there."""
-        assert self.result
-        self.metrics.first_token_seconds.observe((now - self._arrived) / 1e9)
-        self.metrics.prompt_tokens.inc(self.result.prompt_tokens)
-        self.metrics.tokens.inc()
+        preferred: by the verifier that prompts which begin like it go to.
+        """
+        result, metrics = self.result, self.metrics
+        result.cached_tokens = min(opened.cached_tokens, result.prompt_tokens)
+        result.timings.prefill_ns = now - began
+        result.new_tokens = 1
+        metrics.cache_queries.inc(result.prompt_tokens)
+        metrics.cache_hits.inc(result.cached_tokens)
+        metrics.prefix_routed.labels("preferred" if preferred else "other").inc()
+        metrics.first_token_seconds.observe((now - self._arrived) / 1e9)
+        metrics.prompt_tokens.inc(result.prompt_tokens)
+        metrics.tokens.inc()
         if self.trace is not None:
-            self.trace.add("prefill", began, now, prompt_tokens=self.result.prompt_tokens)
+            self.trace.add("prefill", began, now, prompt_tokens=result.prompt_tokens)
 
-    def step(self, step: Step, head: str, tokens: int) -> None:
+    def step(self, step: Step, head: str) -> None:
         """Count a step that has just ended. head: whose tree was verified, empty for none or several."""
+        result, times, took_ns = self.result, step.verdict.timings, step.took_ns
+        result.accept_lengths.append(step.num_tokens)
+        result.new_tokens += step.num_tokens
+        result.routed.append(step.choice.routed)
+        result.verified_nodes.append(verified := step.num_verified)
+        head_ns = 0
+        for draft in step.drafts:
+            head_ns = max(head_ns, draft.forward_ns)
+            result.late_drafts += draft.late
+            result.bad_drafts += draft.bad
+        timings = result.timings
+        timings.draft_ns += step.draft_ns
+        timings.transport_ns += step.transport_ns
+        timings.verify_ns += times.total_ns - times.accept_ns
+        timings.accept_ns += times.accept_ns
+        timings.target_forward_ns += times.forward_ns
+        timings.head_forward_ns += head_ns
+        timings.step_ns.append(took_ns)
+        timings.split_ns.append(took_ns - times.forward_ns - head_ns)
         accepted = step.num_accepted
-        self.metrics.step(self.policy, step.num_verified, accepted, tokens, step.took_ns / 1e9)
+        self.metrics.step(self.policy, verified, accepted, step.num_tokens, took_ns / 1e9)
         if head:
             self.metrics.routed.labels(head).inc()
             self.metrics.routed_accepted.labels(head).inc(accepted)
         if self.trace is not None and self.trace.samples(step.number):
-            self._trace_step(step, head)
+            drafted_at = step.drafted_at if step.asked else step.began_at
+            parts = {"ask": step.asked_at - step.began_at, "draft": drafted_at - step.asked_at} if step.asked else {}
+            parts |= {"choose": step.chosen_at - drafted_at, "send": step.sent_at - step.chosen_at}
+            parts |= {"verify": step.answered_at - step.sent_at, "commit": step.committed_at - step.answered_at}
+            facts: Facts = {"step": step.number, "head": head, "verified": verified, "accepted": accepted}
+            self.trace.add("step", step.began_at, step.committed_at, parts, **facts)
 
-    def _trace_step(self, step: Step, head: str) -> None:
-        assert self.trace
-        drafted_at = step.drafted_at if step.asked else step.began_at
-        parts = {"ask": step.asked_at - step.began_at, "draft": drafted_at - step.asked_at} if step.asked else {}
-        parts |= {"choose": step.chosen_at - drafted_at, "send": step.sent_at - step.chosen_at}
-        parts |= {"verify": step.answered_at - step.sent_at, "commit": step.committed_at - step.answered_at}
-        facts: Facts = {"step": step.number, "head": head, "verified": step.num_verified, "accepted": step.num_accepted}
-        self.trace.add("step", step.began_at, step.committed_at, parts, **facts)
+    def decoded(self, decode_ns: int) -> None:
+        """The last token came so long behind the first one."""
+        timings = self.result.timings
+        elsewhere = timings.draft_ns + timings.transport_ns + timings.verify_ns + timings.accept_ns
+        timings.decode_ns, timings.commit_ns = decode_ns, max(0, decode_ns - elsewhere)
 
     def ended(self, outcome: str) -> None:
         """Count the request and log it. outcome: why its text ended, else the status that it failed with."""
         seconds, result = (time.perf_counter_ns() - self._arrived) / 1e9, self.result
         self.metrics.requests.labels(outcome).inc()
-        if result is not None and outcome == result.finish_reason:
+        if outcome == result.finish_reason:
             self.metrics.request_seconds.observe(seconds)
         facts: Facts = {
             "id": self.id,
             "policy": self.policy,
-            "prompt_tokens": result.prompt_tokens if result else 0,
-            "new_tokens": result.new_tokens if result else 0,
-            "tau": round(result.tau, 2) if result else 1.0,
+            "prompt_tokens": result.prompt_tokens,
+            "new_tokens": result.new_tokens,
+            "tau": round(result.tau, 2),
             "seconds": round(seconds, 4),
             "finish_reason": outcome,
         }

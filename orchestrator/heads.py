@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
 
 from .metrics import OrchestratorMetrics
-from .outcomes import USELESS, AcceptanceWatch, Calibration, first_miss
+from .outcomes import USELESS, AcceptanceWatch, Calibration, best_path, first_miss, outcomes, step_log_probs
 from .targets import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
@@ -51,12 +51,6 @@ class DrafterReplica(Replica):
         self.stub = DrafterServiceStub(self.channel)
         self.watch = AcceptanceWatch(())
         """whether it drafts as it was trained to, or of one that nobody measured whether it is of any use"""
-
-    def expect(self, head: HeadDescription) -> None:
-        """Begin the watch anew where more or less is expected, or older weights say that the process is a new one."""
-        expected = head.expected_acceptance or ((USELESS,) if head.vocab_size else ())
-        if expected != self.watch.expected or head.weights_version < self.watch.version:
-            self.watch = AcceptanceWatch(expected)
 
 
 class HeadPool(Pool[DrafterReplica]):
@@ -81,23 +75,26 @@ class HeadPool(Pool[DrafterReplica]):
         """target layers whose features the head reads; None until a replica has said so"""
         self.kind = ""
         """of head; empty until a replica has said so"""
-        self._draft_s: deque[float] = deque(maxlen=64)
+        self.draft_s: deque[float] = deque(maxlen=64)
+        """how long the latest drafts took"""
         super().__init__(name, addresses, replace(dialer, head=name))
         suspects = metrics.suspect.labels(name)
         suspects.set_function(lambda: sum(replica.watch.suspect for replica in self.replicas))
 
-    async def describe(self, replica: DrafterReplica) -> None:
+    async def describe(self, replica: DrafterReplica) -> str:
         """The first that answers says which features the head reads; one that reads others is never used, nor one that
         reads what the target does not have, or has another vocabulary.
         """
         head = drafter.read_head(await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=PROBE_S))
-        reason = self._misfit(head)
-        if reason and reason != replica.unfit:
-            log.warning("a head that cannot be used", pool=self.name, replica=replica.address, why=reason)
+        misfit = self._misfit(head)
+        if misfit and misfit != replica.unfit:
             self.metrics.unfit.labels(self.name).inc()
-        replica.unfit = reason
         self.kind = self.kind or head.kind
-        replica.expect(head)
+        # The watch begins anew where more or less is expected, or older weights say that the process is a new one.
+        expected = head.expected_acceptance or ((USELESS,) if head.vocab_size else ())
+        if expected != replica.watch.expected or head.weights_version < replica.watch.version:
+            replica.watch = AcceptanceWatch(expected)
+        return misfit
 
     def _misfit(self, head: HeadDescription) -> str:
         """Why a head cannot be used with the target or beside the others of its pool; empty when it can."""
@@ -133,11 +130,6 @@ class HeadPool(Pool[DrafterReplica]):
         if replica.cool_down():
             self.metrics.benched.labels(self.name).inc()
 
-    def has_better(self, replica: DrafterReplica, avoid: Collection[DrafterReplica]) -> bool:
-        """Whether a session of `replica` should go on at the least loaded one: that evens out how many they have."""
-        best = self.pick(avoid)
-        return best is not None and best.sessions + 1 < replica.sessions
-
     async def learn(self) -> None:
         """Find out `feature_layers` unless they are known, from the replicas that are not known to be silent."""
         while self.feature_layers is None and (replica := self.pick()) is not None:
@@ -145,16 +137,12 @@ class HeadPool(Pool[DrafterReplica]):
             if self.feature_layers is None:
                 self.cool_down(replica)
 
-    def drafted(self, seconds: float) -> None:
-        """Remember how long a draft took, so that the deadline fits."""
-        self._draft_s.append(seconds)
-
     @property
     def deadline_s(self) -> float:
         """How long to wait for a draft: max(20 ms, 4 x the median draft time), at most a second; 250 ms at first."""
-        if not self._draft_s:
+        if not self.draft_s:
             return _FIRST_DEADLINE_S
-        return min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s)))
+        return min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * statistics.median(self.draft_s)))
 
 
 async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
@@ -178,6 +166,7 @@ class Draft:
     answer: asyncio.Future[None] | None = None
     """done when the tree is complete, or will not be"""
     replica: DrafterReplica | None = None
+    """the one that was asked"""
     asked_at: float = field(default_factory=time.perf_counter)
     tree: DraftTree = field(default_factory=DraftTree.empty)
     """as the head sent it"""
@@ -233,7 +222,7 @@ class HeadSession:
         self.signal = Signal()
         # What is expected of a head is measured where the target draws what its rows say, or its noise is known.
         sampling = opening.sampling
-        self.is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
+        self._is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
         self.window: Features | None = None
         """of the verifier's session that the drafter can follow"""
@@ -313,7 +302,7 @@ class HeadSession:
         draft.add(answer)
         if answer.last:
             if len(draft.tree):  # an empty answer says nothing of how long drafts take
-                self.pool.drafted(time.perf_counter() - draft.asked_at)
+                self.pool.draft_s.append(time.perf_counter() - draft.asked_at)
             draft.answer.set_result(None)
 
     def _follow(self, length: int) -> Features | None:
@@ -332,9 +321,11 @@ class HeadSession:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out: a
         stream that is still opening is waited for once in a session.
         """
-        if self._opened and self._replica and self.pool.has_better(self._replica, self._refusing()):
-            self.close()
-            self._waited_to_open = True  # it had drafts until now
+        if self._opened and self._replica:
+            best = self.pool.pick(self._refusing())
+            if best is not None and best.sessions + 1 < self._replica.sessions:  # to even out how many they have
+                self.close()
+                self._waited_to_open = True  # it had drafts until now
         self.open(ids)
         if self._replica is None or not (self._opened or self.still_opening):
             return None
@@ -358,6 +349,16 @@ class HeadSession:
         start: position of the first token of `offered`.
         """
         self._rejection = own_rejection(draft.tree, start, offered) or self._rejection
+
+    def learn(self, draft: Draft, offered: Sequence[int]) -> None:
+        """Learn what the head's confidences are worth, from every node that the text says something about, and whether
+        it drafts as it was trained to.
+
+        offered: the target's tokens behind the root.
+        """
+        self.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
+        if draft.replica is not None and draft.replica.watch.expected and self._is_measured:
+            self.pool.judge(draft.replica, best_path(draft.tree, offered), draft.weights_version)
 
     def collect(self) -> Draft:
         """What arrived of the tree asked for last, with calibrated scores; a malformed tree is dropped and counted."""

@@ -29,9 +29,9 @@ from .answer import Account, Output
 from .auto import AutoPolicy, Rates, Text
 from .encoder import Encoder, TextCodec
 from .heads import HeadPool, HeadSession, feature_layers
-from .loop import Decoding, Drafting
+from .loop import Decoding
 from .metrics import OrchestratorMetrics
-from .step import Committed, StepPolicy
+from .step import StepPolicy
 from .targets import TargetPool, TargetSession
 from .text import TextStream, TokenBytes
 from .tokens import client_salt
@@ -142,10 +142,9 @@ class GenerationServicer:
                 account.admitted()
                 ids = await self._prompt_ids(request)
                 request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
-                finished = await self._decode(request, ids, send, account)
-            finished.timings.queue_ns = account.queue_ns
-            send(finished)
-            outcome = finished.finish_reason
+                await self._decode(request, ids, send, account)
+            send(account.result)
+            outcome = account.result.finish_reason
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
@@ -157,34 +156,31 @@ class GenerationServicer:
 
     async def _decode(
         self, request: GenerationRequest, ids: list[int], send: Callable[[StreamEvent], None], account: Account
-    ) -> Finished:
+    ) -> None:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
-        prompt_tokens = len(ids) - len(request.resume_ids)
+        result = account.result
+        result.prompt_tokens = prompt_tokens = len(ids) - len(request.resume_ids)
         request, policy = self._settled(request, prompt_tokens)
-        budget = request.budget or 0
+        account.policy, prompt = policy.name, ids[:prompt_tokens]
         pools = [self.heads[name] for name in policy.heads]
-        layers = await feature_layers(pools if budget else [], "policy")
+        layers = await feature_layers(pools if request.budget else [], "policy")
         kinds = {pool.kind for pool in pools}
         if request.prediction_ids and not {_PREDICTING, ""} & kinds:  # "": of one never reached
             names = ", ".join(sorted(kinds)) or "none"
             raise InvalidField("prediction", f"a {_PREDICTING} head drafts from it; heads asked are of kind: {names}")
         heads = [self._head_session(pool, account.id, request) for pool in pools]
         opening = self._opening(request, account.id, prompt_tokens, layers)
-        started = Started(prompt_tokens, policy.name, policy.heads, budget, request.sampling.seed)
-
+        verifier, steps = TargetSession(self.verifiers, opening), self._step_policy(request, policy)
         stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
-        output = Output(request, prompt_tokens, stream, opening.stop_ids, send)
-        verifier = TargetSession(self.verifiers, opening)
-        steps = self._step_policy(request, policy)
-        drafting = Drafting(heads, self.settings.orchestrator.draft_deadline_ms / 1e3)
-        decoding = Decoding(request, Committed(ids), verifier, drafting, steps, output, account)
-        account.result, account.policy = output.result, policy.name
+        output = Output(request, stream, opening.stop_ids, send)
+        deadline_s = self.settings.orchestrator.draft_deadline_ms / 1e3
+        decoding = Decoding(request, ids, verifier, heads, steps, deadline_s, output, account)
         try:
-            result = await decoding.run(lambda opened: send(_scored(started, request, ids[:prompt_tokens], opened)))
+            await decoding.run(lambda opened: send(_started(request, policy, prompt, opened)))
+            result.finish_reason = output.finish or result.finish_reason
             for head in heads:
                 if self.signals is not None and head.learns:
                     self.signals.query(head.pool.name, _record(account.id, result, head))
-            return result
         finally:
             verifier.close()
             steps.close()
@@ -291,8 +287,9 @@ class GenerationServicer:
         )
 
 
-def _scored(started: Started, request: GenerationRequest, prompt: list[int], opened: SessionOpened | None) -> Started:
-    """An answer's beginning with the log-probabilities of its prompt, if they are wanted."""
+def _started(request: GenerationRequest, policy: Policy, prompt: list[int], opened: SessionOpened | None) -> Started:
+    """An answer's beginning, with the log-probabilities of its prompt if they are wanted."""
+    started = Started(len(prompt), policy.name, policy.heads, request.budget or 0, request.sampling.seed)
     if opened is None or not request.want_prompt_log_probs:
         return started
     behind = slice(len(prompt) - 1)  # of resumed ids nothing is told

@@ -1,4 +1,4 @@
-"""One step of a request as a record, the text that it continues, and who decides in it."""
+"""One step of a request as a record, and who decides in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from coppice.speculation.policy import NO_HEAD, Choice, Policy
 from coppice.speculation.tree import DraftTree, IntArray, prune
-from coppice.wire.common import Fence, committed_hash
 from coppice.wire.verifier import Verdict
 
 from .heads import Draft
@@ -42,8 +41,8 @@ class Step:
     verdict: Verdict = field(init=False)
     offered: tuple[int, ...] = ()
     """the target's tokens behind the root: the accepted drafts, and the next root unless the text has ended"""
-    num_accepted: int = 0
-    """accepted drafts that the text took; it may have ended before the last ones"""
+    num_tokens: int = 0
+    """tokens that the text took; it may have ended before the last ones"""
     began_at: int = field(default_factory=time.perf_counter_ns)
     asked_at: int = 0
     """the questions for drafts are encoded"""
@@ -54,6 +53,22 @@ class Step:
     """the verifier's question is encoded"""
     answered_at: int = 0
     committed_at: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted drafts that the text took."""
+        return min(self.num_tokens, len(self.verdict.accepted))
+
+    @property
+    def num_verified(self) -> int:
+        """How many of the chosen tree's nodes were verified."""
+        return len(self.verdict.verified) if self.verdict.pruned else len(self.choice.tree)
+
+    @property
+    def verified(self) -> IntArray:
+        """Their numbers, ascending."""
+        verdict = self.verdict
+        return np.array(verdict.verified if verdict.pruned else range(1, len(self.choice.tree) + 1), np.int64)
 
     @property
     def draft_ns(self) -> int:
@@ -69,34 +84,6 @@ class Step:
     def took_ns(self) -> int:
         """Time from the commit before to this step's."""
         return self.committed_at - self.began_at
-
-    @property
-    def verified(self) -> IntArray:
-        """Numbers of the chosen tree's nodes that were verified, ascending."""
-        verdict = self.verdict
-        return np.array(verdict.verified if verdict.pruned else range(1, len(self.choice.tree) + 1), np.int64)
-
-    @property
-    def num_verified(self) -> int:
-        """How many of the chosen tree's nodes were verified."""
-        return len(self.verdict.verified) if self.verdict.pruned else len(self.choice.tree)
-
-
-class Committed:
-    """The committed tokens of a request: the prompt, what was resumed, and new tokens but for the root."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self._hash = committed_hash(ids)
-
-    def append(self, tokens: list[int], fence: Fence) -> None:
-        """Commit further tokens, behind which the text has a checked fence."""
-        self.ids += tokens
-        self._hash = fence.committed_hash
-
-    def fence(self, step: int, deadline_s: float, weights_version: int = 0) -> Fence:
-        """What a message of a step says about the text that it continues."""
-        return Fence(step, len(self.ids), self._hash, weights_version, int(deadline_s * 1e9))
 
 
 class StepPolicy:

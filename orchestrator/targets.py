@@ -1,4 +1,4 @@
-"""The verifiers as the orchestrator sees them: replicas, their pool, and one request's place on one after another.
+"""Replicas of a service and their pool; the verifiers' pool, and one request's place on one verifier after another.
 
 A verifier's session is a cache of prompt and committed tokens. When it is lost, whatever way, another verifier prefills
 what is committed, and the step that failed is asked again: keyed noise makes its answer the same.
@@ -58,6 +58,8 @@ class Replica:
         self.address = address
         self.sessions = 0
         self.channel = dialer.open(address)
+        self.waits = set[asyncio.Timeout]()
+        """for its answers; they end when it stops answering"""
         self.cooling_until = 0.0
         self.silent = False
         """it left the latest looks unanswered"""
@@ -91,10 +93,7 @@ class Replica:
         if lost and not self.silent:
             self.silent = True
             log.warning("a replica does not answer", replica=self.address, why=str(error)[:200])
-            self.lose()
-
-    def lose(self) -> None:
-        """Called when it stopped answering: sessions that wait for it need not any longer."""
+            end_waits(self.waits)
 
 
 R = TypeVar("R", bound=Replica)
@@ -131,15 +130,18 @@ class Pool(ABC, Generic[R]):
         return min(fit, key=lambda replica: replica.sessions, default=None)
 
     async def look(self, replica: R) -> None:
-        """Ask a replica what it serves and note how that ended."""
+        """Ask a replica what it serves; note how that ended, and whether it can be used."""
         try:
-            await self.describe(replica)
+            misfit = await self.describe(replica)
         except grpc.RpcError as error:
             replica.answered(from_rpc_error(error))
         except CoppiceError as error:
             replica.answered(error)
         else:
             replica.answered(None)
+            if misfit and misfit != replica.unfit:
+                log.error("a replica cannot be used", pool=self.name, replica=replica.address, why=misfit)
+            replica.unfit = misfit
 
     async def watch(self) -> None:
         """Look at every replica, for ever."""
@@ -147,8 +149,11 @@ class Pool(ABC, Generic[R]):
             await asyncio.gather(asyncio.sleep(PROBE_S), *(self.look(replica) for replica in self.replicas))
 
     @abstractmethod
-    async def describe(self, replica: R) -> None:
-        """Ask it what it serves, for PROBE_S at most, and set `unfit`. Raises grpc.RpcError, CoppiceError."""
+    async def describe(self, replica: R) -> str:
+        """Ask it what it serves, for PROBE_S at most; returns why it cannot be used, empty when it can.
+
+        Raises grpc.RpcError, CoppiceError.
+        """
 
 
 LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, InternalError)
@@ -171,12 +176,8 @@ class VerifierReplica(Replica):
         super().__init__(address, dialer)
         self.stub = VerifierServiceStub(self.channel)
         self.verify_s = 0.0  # moving average of a verify round trip
-        self.kv_tokens = self.kv_tokens_used = self.prefix_cache_tokens = 0
-        self.waiting: set[asyncio.Timeout] = set()
-
-    def lose(self) -> None:
-        """End every wait for it."""
-        end_waits(self.waiting)
+        self.target: TargetDescription | None = None
+        """what it said of itself at the latest look"""
 
 
 class TargetPool(Pool[VerifierReplica]):
@@ -189,23 +190,19 @@ class TargetPool(Pool[VerifierReplica]):
     ) -> None:
         """`failover_s`: how long a request waits for a verifier; `call_s`: how long for the only one's prefill."""
         self.target: TargetDescription | None = None
-        self.failover_s, self._call_s = failover_s, call_s
+        self.failover_s, self.call_s = failover_s, call_s
         self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
-    async def describe(self, replica: VerifierReplica) -> None:
+    async def describe(self, replica: VerifierReplica) -> str:
         """The first that answers says what the target is; one that serves another is never used."""
         request = verifier_pb2.DescribeTargetRequest()
         target = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
-        self.target = self.target or target
-        replica.kv_tokens, replica.kv_tokens_used = target.kv_tokens, target.kv_tokens_used
-        replica.prefix_cache_tokens = target.prefix_cache_tokens
-        same = _identity(target) == _identity(self.target)
-        bits = f", bits {target.bits_hash.hex()[:12] or 'not promised'}"
-        unfit = "" if same else f"it serves {target.name}, weights {target.weights_hash.hex()[:12]}{bits}"
-        if unfit and unfit != replica.unfit:
-            log.error("a verifier serves another target", replica=replica.address, why=unfit)
-        replica.unfit = unfit
+        self.target, replica.target = self.target or target, target
+        if _identity(target) == _identity(self.target):
+            return ""
+        bits = target.bits_hash.hex()[:12] or "not promised"
+        return f"it serves {target.name}, weights {target.weights_hash.hex()[:12]}, bits {bits}"
 
     async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
@@ -226,28 +223,22 @@ class TargetPool(Pool[VerifierReplica]):
         least = self.pick(avoid)
         if least is None:
             return None, False
-        fit = [replica for replica in self.replicas if replica.fit and replica.prefix_cache_tokens]
-        ranked = sorted(fit, key=lambda replica: sha256(prefix + replica.address.encode()).digest())
+        caching = [each for each in self.replicas if each.fit and each.target and each.target.prefix_cache_tokens]
+        ranked = sorted(caching, key=lambda each: sha256(prefix + each.address.encode()).digest())
         most = least.sessions + _MOST_MORE
         chosen = next((each for each in ranked if each.sessions <= most and each not in avoid), least)
-        return chosen, chosen is ranked[0] if ranked else False
+        return chosen, chosen in ranked[:1]
 
     @property
     def kv_usage(self) -> float:
         """Share of the KV that is in use, over the verifiers that answered the latest look; 1 is all."""
-        answering = [replica for replica in self.replicas if not replica.silent]
-        capacity = sum(replica.kv_tokens for replica in answering)
-        return sum(replica.kv_tokens_used for replica in answering) / capacity if capacity else 0.0
+        targets = [replica.target for replica in self.replicas if replica.target and not replica.silent]
+        return sum(target.kv_tokens_used for target in targets) / max(1, sum(target.kv_tokens for target in targets))
 
     @property
     def alone(self) -> bool:
         """Whether there is one replica, which is waited for longer: giving it up would gain nothing."""
         return len(self._by_address) == 1
-
-    @property
-    def prefill_s(self) -> float:
-        """How long a prefill may take, with the wait for KV before it."""
-        return self._call_s if self.alone else _PREFILL_S
 
 
 def _identity(target: TargetDescription) -> tuple[object, ...]:
@@ -295,15 +286,25 @@ class TargetSession:
                 await asyncio.sleep(_RETRY_S)
                 continue
             try:
-                opened = await self._open_on(replica, ids)
+                return await self._open_on(replica, ids)
             except (Overloaded, InvalidField) as error:
                 refused.add(replica)
                 last = error
             except LOST as error:
                 replica.cool_down()
                 last = error
-            else:
-                return opened
+
+    async def _open_on(self, replica: VerifierReplica, ids: Sequence[int]) -> SessionOpened:
+        self.close()
+        self._streams += 1
+        # A verifier may still hold the stream that was lost.
+        opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
+        self._replica, self._call = replica, replica.stub.Verify()
+        replica.sessions += 1
+        answer = await self._exchange(opening, self._pool.call_s if self._pool.alone else _PREFILL_S)
+        assert isinstance(answer, SessionOpened)
+        self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once
+        return answer
 
     async def reopen(self, ids: Sequence[int], steps: int, reason: CoppiceError) -> SessionOpened:
         """Prefill what is committed on another verifier, `steps` after the first. Raises `reason` when it happened too
@@ -326,7 +327,7 @@ class TargetSession:
         loop = asyncio.get_running_loop()
         began = loop.time()
         step = replace(step, fence=replace(step.fence, step=step.fence.step - self._steps_before))
-        answer = await self._exchange(step, self._opening, self.deadline_s)
+        answer = await self._exchange(step, self.deadline_s)
         assert isinstance(answer, Verdict)
         assert self._replica
         self._losses = 0
@@ -342,21 +343,7 @@ class TargetSession:
             self._replica.sessions -= 1
         self._call = self._replica = None
 
-    async def _open_on(self, replica: VerifierReplica, ids: Sequence[int]) -> SessionOpened:
-        self.close()
-        self._streams += 1
-        # A verifier may still hold the stream that was lost.
-        opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
-        self._replica, self._call = replica, replica.stub.Verify()
-        replica.sessions += 1
-        answer = await self._exchange(opening, opening, self._pool.prefill_s)
-        assert isinstance(answer, SessionOpened)
-        self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once
-        return answer
-
-    async def _exchange(
-        self, question: OpenSession | VerifyStep, opening: OpenSession, timeout_s: float
-    ) -> SessionOpened | Verdict:
+    async def _exchange(self, question: OpenSession | VerifyStep, timeout_s: float) -> SessionOpened | Verdict:
         """Ask and return an answer of the question's kind. One that does not fit the question is InternalError."""
         call, replica, target = self._call, self._replica, self._pool.target
         if call is None or replica is None:
@@ -364,13 +351,13 @@ class TargetSession:
         message = verifier.verify_request_to_wire(question)
         try:
             async with asyncio.timeout(timeout_s) as wait:
-                replica.waiting.add(wait)
+                replica.waits.add(wait)
                 sent = time.perf_counter_ns()
                 try:
                     await call.write(message)
                     answer = await call.read()
                 finally:
-                    replica.waiting.discard(wait)
+                    replica.waits.discard(wait)
         except TimeoutError:
             fault = "stopped answering" if replica.silent else f"did not answer in {timeout_s:.1f} s"
             raise DeadlineExceeded(f"the verifier at {replica.address} {fault}") from None
@@ -381,9 +368,15 @@ class TargetSession:
         if answer is grpc.aio.EOF:
             raise await _ending(call)
         self.exchanged = sent, time.perf_counter_ns()
+        vocab_size = target.vocab_size if target else MAX_TOKEN_ID + 1
         try:
             read = verifier.read_verify_response(answer)
-            check_answer(read, question, opening, target.vocab_size if target else MAX_TOKEN_ID + 1)
+            if isinstance(read, SessionOpened) and isinstance(question, OpenSession):
+                _check_opened(read, question, vocab_size)
+            elif isinstance(read, Verdict) and isinstance(question, VerifyStep):
+                _check_verdict(read, question, self._opening, vocab_size)
+            else:
+                raise InvalidField("kind", "does not fit the question")
         except InvalidField as error:
             raise InternalError(f"the verifier at {replica.address} answered wrongly: {error}") from None
         return read
@@ -396,19 +389,8 @@ async def _ending(call: grpc.aio.StreamStreamCall) -> CoppiceError:
     return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details))
 
 
-def check_answer(
-    answer: SessionOpened | Verdict, question: OpenSession | VerifyStep, opening: OpenSession, vocab_size: int
-) -> None:
-    """Raise InvalidField unless a target of this width may answer a question of the session `opening` so."""
-    if isinstance(answer, SessionOpened) and isinstance(question, OpenSession):
-        _check_opened(answer, opening, vocab_size)
-    elif isinstance(answer, Verdict) and isinstance(question, VerifyStep):
-        _check_verdict(answer, question, opening, vocab_size)
-    else:
-        raise InvalidField("kind", "does not fit the question")
-
-
 def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) -> None:
+    """Raise InvalidField unless a target of this width may open a session so."""
     length, features = len(opening.ids), opened.features
     scored = (length - 1) * opening.want_prompt_log_probs
     _require(
@@ -422,7 +404,7 @@ def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) 
 
 
 def _check_verdict(verdict: Verdict, step: VerifyStep, opening: OpenSession, vocab_size: int) -> None:
-    """It accepts a path of the step's tree, and fence and next root are those behind that path."""
+    """Raise InvalidField unless it accepts a path of the step's tree, and fence and next root are those behind it."""
     accepted, root, before, fence = verdict.accepted, verdict.next, step.fence, verdict.fence
     parents = [-1, *step.tree.parents.tolist()]
     nodes = range(1, len(parents))

@@ -32,7 +32,7 @@ from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.outcomes import best_path
+from orchestrator.outcomes import AcceptanceWatch, best_path
 from services.drafter.staging import Swap, staging_for
 from tests.pushes import Push
 from tests.tiny import make_target
@@ -138,7 +138,7 @@ def alarms(head: Eagle3Head, draws: Draws, most: int) -> tuple[int, list[Any], f
     metrics = OrchestratorMetrics()
     pool = HeadPool("tiny", ["127.0.0.1:1"], Dialer(), metrics, 8, VOCAB)
     (replica,) = pool.replicas
-    replica.expect(head.description)
+    replica.watch = AcceptanceWatch(head.description.expected_acceptance)
     at = 0
     with capture_logs() as logs:
         for step, (path, version) in zip(range(1, most + 1), draws, strict=False):

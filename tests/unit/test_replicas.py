@@ -8,20 +8,20 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from structlog.testing import capture_logs
 
 from coppice.errors import DeadlineExceeded, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import verifier_pb2
+from coppice.wire.common import Fence
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
 from orchestrator import targets
 from orchestrator.heads import HeadPool, HeadSession
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.step import Committed
 from orchestrator.targets import Replica, TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of
 
@@ -46,17 +46,14 @@ async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_en
 
     async def wait(seconds: float) -> None:
         async with asyncio.timeout(seconds) as timeout:
-            replica.waiting.add(timeout)
-            try:
-                await late.wait()
-            finally:
-                replica.waiting.discard(timeout)
+            replica.waits.add(timeout)
+            await late.wait()
 
     waits = [asyncio.create_task(wait(seconds)) for seconds in (0.0, 60.0)]
     for _ in range(2):  # the waits begin; the first one's time is over
         await asyncio.sleep(0)
-    assert sorted(timeout.expired() for timeout in replica.waiting) == [False, True]
-    replica.lose()
+    assert sorted(timeout.expired() for timeout in replica.waits) == [False, True]
+    replica.answered(Unavailable("gone"))
     ended = await asyncio.gather(*waits, return_exceptions=True)
     assert [type(error) for error in ended] == [TimeoutError] * 2
     await replica.channel.close()
@@ -69,7 +66,7 @@ async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> N
         pool.feature_layers = ()
         for _ in range(5):
             session = HeadSession(pool, opening, 96, learns=False)
-            assert session.ask(Committed([1, 2]).fence(1, 1.0), 3, [1, 2], 4) is not None
+            assert session.ask(Fence(1, 2, 0), 3, [1, 2], 4) is not None
             await asyncio.sleep(0)
             session.close()
         _, pending = await asyncio.wait(asyncio.all_tasks() - before, timeout=5)
@@ -77,15 +74,7 @@ async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> N
         assert [replica.sessions for replica in pool.replicas] == [0]
 
 
-class Verifiers:
-    """What verifiers at two addresses say that they serve."""
-
-    def __init__(self, *told: TargetDescription) -> None:
-        self.told = {f"127.0.0.1:{port}": one for port, one in enumerate(told, 1)}
-
-    async def answer(self, replica: VerifierReplica) -> verifier_pb2.DescribeTargetResponse:
-        """The answer of the one at a replica's address."""
-        return target_to_wire(self.told[replica.address])
+TARGET = TargetDescription("t", 100, 512, 6, 32, (0,), "float32", 4096, weights_hash=bytes(32))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +87,11 @@ class Verifiers:
     ],
 )
 async def test_a_verifier_that_loaded_something_else_serves_nobody(change: dict[str, Any], fit: bool) -> None:
-    first = TargetDescription("t", 100, 512, 6, 32, (0,), "float32", 4096, weights_hash=bytes(32))
-    described = Verifiers(first, replace(first, **change))
-    pool = TargetPool(list(described.told), Dialer())
-    with capture_logs() as logs:
-        for replica in pool.replicas * 2:
-            replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: described.answer(replica))
-            await pool.describe(replica)
-    assert [line["event"] for line in logs] == ["a verifier serves another target"] * (not fit)
-    assert [not replica.unfit for replica in pool.replicas] == [True, fit]
+    pool = TargetPool(["127.0.0.1:1", "127.0.0.1:2"], Dialer())
+    for replica, target in zip(pool.replicas, (TARGET, replace(TARGET, **change)), strict=True):
+        replica.stub = SimpleNamespace(DescribeTarget=AsyncMock(return_value=target_to_wire(target)))
+        await pool.look(replica)
+    assert [replica.fit for replica in pool.replicas] == [True, fit]
     for replica in pool.replicas:
         await replica.channel.close()
 
@@ -147,7 +132,7 @@ async def test_texts_that_begin_alike_go_to_one_verifier_unless_it_has_too_many_
     addresses = [f"127.0.0.1:{port}" for port in range(1, 5)]
     pool, other = TargetPool(addresses, Dialer()), TargetPool(addresses[::-1], Dialer())
     for replica in (*pool.replicas, *other.replicas):
-        replica.prefix_cache_tokens = 1000
+        replica.target = replace(TARGET, prefix_cache_tokens=1000)
     prefixes = [bytes([number]) for number in range(40)]
 
     def chosen(of: TargetPool, prefix: bytes) -> tuple[str, bool]:
@@ -170,8 +155,7 @@ async def test_texts_that_begin_alike_go_to_one_verifier_unless_it_has_too_many_
     assert second
     assert chosen(pool, prefixes[0]) == (second.address, True)
     for each in pool.replicas:
-        each.prefix_cache_tokens = 0
-        each.sessions = 2
+        each.target, each.sessions = TARGET, 2
     least = next(each for each in pool.replicas if each.fit)
     least.sessions = 1
     assert {chosen(pool, prefix) for prefix in prefixes} == {(least.address, False)}

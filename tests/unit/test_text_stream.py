@@ -254,7 +254,7 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
     chunks: list[Chunk] = []
     request = GenerationRequest(text="a", max_new_tokens=len(tokens), want_log_probs=True, **told)
     stream = TextStream(made(family)[1], request.stop, request.min_tokens)
-    output = Output(request, 1, stream, ends, chunks.append)
+    output = Output(request, stream, ends, chunks.append)
     for token in tokens:
         if output.finish is None:
             output.commit([], (token, -1.0), ())
