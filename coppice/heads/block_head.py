@@ -63,11 +63,10 @@ class BlockHead(FeatureHead):
 
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
         """Grow all trees block by block."""
-        inputs = self.row_inputs.make(self.root_rows(trees), self.ranking.places(trees))
-        states, logits, buckets = self.timed(self._from_roots, inputs)
+        states, logits, buckets = self.timed(self._from_roots, self.inputs(self.root_rows(trees)))
         for tree in trees:
             self._sessions[tree.job.key].finish(tree.job.committed_len)
-        self.ranking.couple(trees, self.deepest, inputs.beside)
+        self.ranking.couple(trees, self.deepest)
         for block in range(1, self._blocks + 1):
             self.ranking.grow(trees, logits.float(), self.widths, block < self._blocks, buckets)
             for tree in trees:
@@ -77,7 +76,7 @@ class BlockHead(FeatureHead):
             trees = [tree for tree in trees if tree.grows]
             if not trees:
                 return
-            inputs = self.row_inputs.make(self._start_rows(trees, states.flatten(0, 1)))
+            inputs = self.inputs(self._start_rows(trees, states.flatten(0, 1)))
             states, logits, buckets = self.timed(self._from_states, inputs)
 
     def _from_roots(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -102,12 +101,10 @@ class BlockHead(FeatureHead):
         tails: list[Tail] = []
         advance = self.config.block_rope_advance
         for tree in trees:
-            starts, session = tree.starts, self._sessions[tree.job.key]
-            first = tree.job.committed_len - 1
-            parents = zip(starts.rows, starts.slots, strict=True)
-            sources += [(tree.first_row + row) * self.slots + slot for row, slot in parents]
-            tokens += [tree.tokens[node - 1] for node in starts.nodes]
-            positions += [first + depth if advance else first for depth in starts.depths]
+            session, first = self._sessions[tree.job.key], tree.job.committed_len - 1
+            sources += [(tree.first_row + start.row) * self.slots + start.slot for start in tree.starts]
+            tokens += [tree.tokens[start.node - 1] for start in tree.starts]
+            positions += [first + start.depth * advance for start in tree.starts]
             tails.append(Tail(session.table, self.entry(session, first), tree.visible(self.own)))
         return Rows(tokens, positions, tails, states, sources=sources)
 

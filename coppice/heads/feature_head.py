@@ -30,7 +30,7 @@ from coppice.engine.attention import Attention, Layer
 from coppice.engine.engine import DTYPES, Timed
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import prepack
-from coppice.engine.rows import NOTHING, Ints, PackedBatch, RowTable, Tail
+from coppice.engine.rows import Ints, PackedBatch, RowTable, Tail
 from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, StepInputs, padded
 from coppice.errors import InvalidField, Overloaded
@@ -45,6 +45,7 @@ from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
+_INPUTS = 16  # kept on a device, the latest ones
 
 
 @dataclass
@@ -90,23 +91,6 @@ class Rows:
     """(N,) which of the states each row reads"""
 
 
-def join(parts: Sequence[Rows]) -> Rows:
-    """Join the rows of several sessions that read target features; of each the last one's state is read."""
-    outputs = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
-    if len(parts) == 1:
-        return replace(parts[0], outputs=outputs)
-    return Rows(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        [tail for part in parts for tail in part.tails],
-        torch.cat([part.features for part in parts if part.features is not None]),
-        outputs,
-    )
-
-
-_INPUTS = 16  # that are kept, the latest ones
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Rows as the model takes them: all that a forward needs is at hand."""
@@ -116,65 +100,6 @@ class Inputs:
     positions: Tensor  # (1, N)
     attends: list[Attend]  # one for each layer
     outputs: Tensor  # (J,) rows whose states are read
-    beside: Tensor  # numbers that came with them
-
-
-class RowInputs:
-    """Makes the inputs of a head whose entries are in a pool: on a device by one copy for all sessions."""
-
-    def __init__(self, pool: KVPool, embedding: Tensor, group: int, layers: int) -> None:
-        """group: query heads for each key head."""
-        self.pool, self.embedding, self._group, self._layers = pool, embedding, group, layers
-        self._on_device = lru_cache(_INPUTS)(self._step_inputs)
-
-    def make(self, rows: Rows, beside: Ints = NOTHING) -> Inputs:
-        """Inputs of some rows; `beside` them come further numbers to the device."""
-        return self._on_host(rows, beside) if self.pool.device.type == "cpu" else self._sent(rows, beside)
-
-    def _on_host(self, rows: Rows, beside: Ints) -> Inputs:
-        features = self.embedding[:0] if rows.features is None else rows.features
-        return Inputs(
-            features if rows.sources is None else features.index_select(0, _tensor(rows.sources)),
-            self.embedding.index_select(0, _tensor(rows.tokens))[None],
-            _tensor(rows.positions)[None],
-            self._attends(sdpa(rows.tails, self.pool)),
-            _tensor(rows.outputs),
-            torch.from_numpy(beside),
-        )
-
-    def _sent(self, rows: Rows, beside: Ints) -> Inputs:
-        """One copy: what the rows read and see, and behind it their features, sources and the numbers beside them."""
-        table = RowTable.of(rows.tails)
-        entries, tail = len(table.session), int((table.length - table.paged).max())
-        sessions, blocks = map(padded, table.table.shape)
-        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.outputs) or 1))
-        read = np.array([] if rows.sources is None else rows.sources, np.int64)
-        if rows.features is not None and rows.sources is None:
-            read = _as_ints(rows.features)
-        flat = np.concatenate((read, beside))
-        inputs = self._on_device(bucket, padded(max(1, len(flat))))
-        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.outputs))
-        sent = inputs.fill(batch, table, flat)
-        features, rest = sent.split_with_sizes([len(read), len(beside)])
-        if rows.sources is not None and rows.features is not None:
-            features = rows.features.index_select(0, features)
-        elif rows.features is not None:
-            shape, kind = rows.features.shape, rows.features.dtype
-            features = features.view(torch.uint8)[: rows.features.nbytes].view(kind).view(shape)
-        return Inputs(
-            features,
-            self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
-            inputs.positions[None, : len(rows.tokens)],
-            self._attends(inputs.narrowed(entries)),
-            inputs.keep[: len(rows.outputs)],
-            rest,
-        )
-
-    def _attends(self, attention: Attention) -> list[Attend]:
-        return [partial(attention.attend, Layer(number)) for number in range(self._layers)]
-
-    def _step_inputs(self, bucket: Bucket, beside: int) -> StepInputs:
-        return StepInputs(bucket, self._group, self.pool, beside)
 
 
 def _tensor(numbers: Sequence[int] | Ints) -> Tensor:
@@ -218,14 +143,14 @@ class FeatureHead(Head):
         self.models, self.routes, self._variant = {0: model}, Routes(), 0
         self.ranking = Ranking(model.target_ids.to(device))
         self.slots: int = config.row_entries
-        pool = KVPool(
+        self.pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
             dtype=self.dtype,
             device=device,
         )
-        embedding = loaded.embedding.to(device, self.dtype)
-        self.row_inputs = RowInputs(pool, embedding, config.group, config.num_hidden_layers)
+        self.embedding = loaded.embedding.to(device, self.dtype)
+        self._step_inputs = lru_cache(_INPUTS)(self._new_step_inputs)
         self.description = HeadDescription(
             settings.name or self.kind,
             self.kind,
@@ -264,17 +189,53 @@ class FeatureHead(Head):
         states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
         return states[0]
 
+    def inputs(self, rows: Rows) -> Inputs:
+        """Return the inputs of some rows; a device gets all that is new to it in one copy."""
+        features = torch.empty(0) if rows.features is None else rows.features
+        if self.device.type != "cpu":
+            return self._sent(rows, features)
+        return Inputs(
+            features if rows.sources is None else features.index_select(0, _tensor(rows.sources)),
+            self.embedding.index_select(0, _tensor(rows.tokens))[None],
+            _tensor(rows.positions)[None],
+            self._attends(sdpa(rows.tails, self.pool)),
+            _tensor(rows.outputs),
+        )
+
+    def _sent(self, rows: Rows, features: Tensor) -> Inputs:
+        """Copy what the rows see, and behind it their features or the numbers of the states that they read."""
+        table = RowTable.of(rows.tails)
+        entries, tail = len(table.session), int((table.length - table.paged).max())
+        sessions, blocks = map(padded, table.table.shape)
+        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.outputs) or 1))
+        read = _as_ints(features) if rows.sources is None else np.array(rows.sources, np.int64)
+        inputs = self._step_inputs(bucket, padded(max(1, len(read))))
+        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.outputs))
+        sent = inputs.fill(batch, table, read)
+        if rows.sources is not None:
+            features = features.index_select(0, sent)
+        else:
+            features = sent.view(torch.uint8)[: features.nbytes].view(features.dtype).view(features.shape)
+        return Inputs(
+            features,
+            self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
+            inputs.positions[None, : len(rows.tokens)],
+            self._attends(inputs.narrowed(entries)),
+            inputs.keep[: len(rows.outputs)],
+        )
+
+    def _attends(self, attention: Attention) -> list[Attend]:
+        return [partial(attention.attend, Layer(number)) for number in range(self.config.num_hidden_layers)]
+
+    def _new_step_inputs(self, bucket: Bucket, beside: int) -> StepInputs:
+        return StepInputs(bucket, self.config.group, self.pool, beside)
+
     # --- sessions ---
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.pool.device
-
-    @property
-    def pool(self) -> KVPool:
-        """Keys and values of its rows."""
-        return self.row_inputs.pool
 
     @property
     def model(self) -> Any:
@@ -378,7 +339,7 @@ class FeatureHead(Head):
 
     def prefill(self, session: FeatureSession, upto: int) -> None:
         """Put the rows of the positions before `upto` into KV."""
-        self.timed(self.run, self.row_inputs.make(self.committed_rows(session, upto, None)))
+        self.timed(self.run, self.inputs(self.committed_rows(session, upto, None)))
         session.finish(upto)
 
     def root_rows(self, trees: Sequence[BlockTree]) -> Rows:
@@ -388,7 +349,16 @@ class FeatureHead(Head):
             session, length = self._sessions[tree.job.key], tree.job.committed_len
             session.done = min(session.done, length - 1)  # the same draft once more: its row once more
             parts.append(self.committed_rows(session, length, tree.job.root))
-        return join(parts)
+        outputs = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
+        if len(parts) == 1:
+            return replace(parts[0], outputs=outputs)
+        return Rows(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.positions for part in parts]),
+            [tail for part in parts for tail in part.tails],
+            torch.cat([part.features for part in parts if part.features is not None]),
+            outputs,
+        )
 
     def committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
         """Make the rows of the positions done..upto-1; the last one's token is `root` when it is not committed yet."""

@@ -209,17 +209,17 @@ class LanguageModelHead(Head):
 
     def _piece(self, tree: BlockTree) -> Piece:
         """Make the rows of the next forward: what was committed and the root, later a level's starts."""
-        session, prefix, starts = self._sessions[tree.job.key], tree.job.committed_len, tree.starts
+        session, prefix = self._sessions[tree.job.key], tree.job.committed_len
         if not tree.tokens:
             chunk = [*session.ids[session.in_kv : prefix], *self._known([tree.job.root])]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        count = len(starts.nodes)
+        count = len(tree.starts)
         return Piece(
             table=session.table,
             prefix_len=prefix,
-            tokens=[tree.tokens[node - 1] for node in starts.nodes],
+            tokens=[tree.tokens[start.node - 1] for start in tree.starts],
             parents=[-1] * count,
-            depths=starts.depths,
+            depths=[start.depth for start in tree.starts],
             keep=range(count),
             earlier=Earlier(tree.visible(), prefix + np.array(tree.entries, np.int64)),
         )

@@ -93,10 +93,9 @@ class MaskedBlockHead(FeatureHead):
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
         """Grow all trees from one forward, each sent as a whole."""
         self._store([(self._sessions[tree.job.key], tree.job.committed_len) for tree in trees])
-        inputs = self.row_inputs.make(self._block_rows(trees), self.ranking.places(trees))
-        states = self.timed(self._slot_states, inputs)
+        states = self.timed(self._slot_states, self.inputs(self._block_rows(trees)))
         logits = self.timed(lambda: self.model.read(states)[0]).float()
-        self.ranking.couple(trees, self.deepest, inputs.beside)
+        self.ranking.couple(trees, self.deepest)
         width = min(self.settings.top_k, max(tree.job.budget for tree in trees))
         if self.config.markov_rank:
             self._grow_by_levels(trees, states, logits, width)
@@ -108,7 +107,7 @@ class MaskedBlockHead(FeatureHead):
         """Score each node's children behind it: (J, K, hidden) states and (J, K, draft vocabulary) logits."""
         previous = [tree.job.root for tree in trees]
         for depth in range(self.deepest):
-            rows = [number for number, tree in enumerate(trees) for _ in tree.starts.nodes]
+            rows = [number for number, tree in enumerate(trees) for _ in tree.starts]
             scores = self.timed(self.model.bias, self.tensor(previous)).float()
             scores += logits[:, depth].index_select(0, self.tensor(rows))
             growing = [(number, tree) for number, tree in enumerate(trees) if tree.grows]
@@ -116,6 +115,6 @@ class MaskedBlockHead(FeatureHead):
             previous = []
             for number, tree in growing:
                 self.note(tree, states[number, depth].expand(len(tree.block), -1))
-                previous += [tree.tokens[node - 1] for node in tree.starts.nodes]
+                previous += [tree.tokens[start.node - 1] for start in tree.starts]
             if not previous:
                 return

@@ -105,22 +105,17 @@ class Lookup:
         for order in INDEXED:
             gram = hash(tuple(suffix[-order:]))
             for number, text in enumerate((self, *self.earlier)):
-                for position in text.positions(order, gram):
+                position = text._latest[order].get(gram, -1)
+                while position >= 0:
                     if len(occurrences) == OCCURRENCES:
                         return list(occurrences.values())
                     place = number, position
-                    if place not in occurrences and (length := text.match(position, suffix)) >= order:
+                    if place not in occurrences and (length := text._match(position, suffix)) >= order:
                         occurrences[place] = text.ids, position, length
+                    position = text._before[order][position]
         return list(occurrences.values())
 
-    def positions(self, order: int, gram: int) -> Iterator[int]:
-        """Where n-grams with a hash end, the latest first."""
-        position = self._latest[order].get(gram, -1)
-        while position >= 0:
-            yield position
-            position = self._before[order][position]
-
-    def match(self, position: int, suffix: list[int]) -> int:
+    def _match(self, position: int, suffix: list[int]) -> int:
         """Count the tokens before and at `position` that equal the end of `suffix`."""
         length = 0
         while length < min(len(suffix), position + 1) and self.ids[position - length] == suffix[-1 - length]:
@@ -451,16 +446,6 @@ def _exponential(key: int, token: int) -> float:
     return -math.log(((mix(key + token * GAMMA & MASK_64) >> 12) + 0.5) * 2.0**-52)
 
 
-class _Row(NamedTuple):
-    """The candidates behind one node: the node, its score, the state behind it, its children's level and scored ids."""
-
-    parent: int
-    score: float
-    state: Any
-    level: int
-    best: list[tuple[float, int]]
-
-
 def grow(
     model: TextModel, job: DraftJob, depth: int, width: int, least: float = -math.inf
 ) -> tuple[DraftTree, tuple[int, ...]]:
@@ -474,31 +459,33 @@ def grow(
     parents: list[int] = []
     log_probs: list[float] = []
     order = itertools.count()  # first come first served among equal scores
-    heap: list[tuple[float, int, _Row, int]] = []  # score times -1, tie-breaker, row, place in the row
+    # Score times -1, tie-breaker; then the row: its parent and that one's score, the state behind it, the children's
+    # level and their scored ids; the place in the row.
+    heap: list[tuple[float, int, int, float, Any, int, list[tuple[float, int]], int]] = []
 
-    def push(row: _Row, place: int) -> None:
-        if place < len(row.best):
-            heapq.heappush(heap, (-(row.score + row.best[place][0]), next(order), row, place))
+    def push(parent: int, above: float, state: Any, level: int, row: list[tuple[float, int]], place: int) -> None:
+        if place < len(row):
+            heapq.heappush(heap, (-(above + row[place][0]), next(order), parent, above, state, level, row, place))
 
-    def open_row(parent: int, score: float, state: Any, level: int) -> None:
-        best = draft_scores(model.followers(state), job, job.committed_len + level, width)
-        push(_Row(parent, score, state, level, best), 0)
+    def open_row(parent: int, above: float, state: Any, level: int) -> None:
+        row = draft_scores(model.followers(state), job, job.committed_len + level, width)
+        push(parent, above, state, level, row, 0)
 
     if job.budget:
         open_row(0, 0.0, model.start(job.root), 1)
     while heap and len(tokens) < job.budget:
-        negated, _, row, place = heapq.heappop(heap)
+        negated, _, parent, above, state, level, row, place = heapq.heappop(heap)
         if -negated < least:
             break
-        token = row.best[place][1]
+        token = row[place][1]
         tokens.append(token)
-        parents.append(row.parent)
+        parents.append(parent)
         log_probs.append(-negated)
         if isinstance(model, Predicted):
-            places.append(model.place(row.state, token))
-        push(row, place + 1)  # it could not come before this one
-        if row.level < depth and len(tokens) < job.budget:
-            open_row(len(tokens), -negated, model.follow(row.state, token), row.level + 1)
+            places.append(model.place(state, token))
+        push(parent, above, state, level, row, place + 1)  # it could not come before this one
+        if level < depth and len(tokens) < job.budget:
+            open_row(len(tokens), -negated, model.follow(state, token), level + 1)
     tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
     return tree, tuple(places)
 

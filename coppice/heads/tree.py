@@ -26,14 +26,14 @@ from coppice.speculation.tree import DraftTree
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 
-class Starts(NamedTuple):
-    """The S nodes that the blocks of one forward start from: slot k of a block predicts depth + k + 1."""
+class Start(NamedTuple):
+    """A node that a block of the next forward starts from: slot k of the block predicts depth + k + 1."""
 
-    nodes: list[int]  # 0: the root
-    depths: list[int]
-    rows: list[int]  # of the forward before, whose state at the slot is the condition
-    slots: list[int]
-    sees: list[int]  # bit e: whether entry e of the KV of this tree's earlier blocks lies on its path
+    node: int  # 0: the root
+    depth: int
+    row: int  # of the forward before, whose state at the slot is the condition
+    slot: int
+    sees: int  # bit e: whether entry e of the KV of this tree's earlier blocks lies on its path
 
 
 class Blocks(NamedTuple):
@@ -47,15 +47,6 @@ class Blocks(NamedTuple):
     def of(self, rows: slice) -> Blocks:
         """Return those of some starts."""
         return Blocks(self.tokens[rows], self.scores[rows], self.spine[rows], self.buckets[rows])
-
-
-class _Place(NamedTuple):
-    """Where a block may start: a node, its score, and which slot made it."""
-
-    score: float
-    node: int
-    row: int
-    slot: int
 
 
 @dataclass(eq=False)
@@ -76,7 +67,7 @@ class BlockTree:
     """(depths, draft vocabulary) of the positions below the root; None: its candidates have none"""
     first_row: int = 0
     """of its last block, among the rows of all trees"""
-    starts: Starts = field(default_factory=lambda: Starts([0], [0], [0], [0], [0]))
+    starts: list[Start] = field(default_factory=lambda: [Start(0, 0, 0, 0, 0)])
     entries: list[int] = field(default_factory=list)
     """(E,) depths of its earlier blocks' KV entries"""
     tokens: list[int] = field(default_factory=list)
@@ -93,14 +84,14 @@ class BlockTree:
     @property
     def grows(self) -> bool:
         """Whether another forward adds to it."""
-        return bool(self.starts.nodes)
+        return bool(self.starts)
 
     def visible(self, own: Sequence[int] = ()) -> NDArray[np.bool_]:
         """Return (S * K, E + S * K): what the rows of the next blocks see, `own` (K,) of their own block as bits.
 
         Without `own` (S, E): which earlier entries lie on the starts' paths.
         """
-        sees, earlier = self.starts.sees, len(self.entries)
+        sees, earlier = [start.sees for start in self.starts], len(self.entries)
         width = earlier + len(sees) * len(own)
         if own:
             firsts = range(earlier, width, len(own))
@@ -117,15 +108,19 @@ class BlockTree:
         one, the next block starts behind it.
         """
         self.block = []
-        places: list[_Place] = []
-        for row, (node, tokens, scores, spines, buckets) in enumerate(zip(self.starts.nodes, *blocks, strict=True)):
+        places: list[Start] = []
+        slots = len(blocks.tokens[0])
+        for row, (start, tokens, scores, spines, buckets) in enumerate(zip(self.starts, *blocks, strict=True)):
+            node = start.node
             score = self.scores[node - 1] if node else 0.0
             alive = _alive(spines, [widths[bucket] for bucket in buckets])
+            first_entry = len(self.entries) + row * slots
             for slot in range(alive):
                 self.block.append(node)
                 spine, bucket, ends = spines[slot], buckets[slot], slot == alive - 1
                 width = min(widths[bucket], len(tokens[slot]))
                 parent, above = node, score
+                sees = start.sees | ((2 << slot) - 1) << first_entry
                 for place in range(width) if spine < width or width == 1 else (*range(width), spine):
                     its_score = above + scores[slot][place]
                     inner = place == spine and not ends  # the block predicts on from it itself
@@ -137,25 +132,22 @@ class BlockTree:
                     if inner:
                         node, score = len(self.tokens), its_score
                     elif place <= spine or bucket != CONFIDENT:
-                        places.append(_Place(its_score, len(self.tokens), row, slot))
-            self.block += [-1] * (len(tokens) - alive)
-        self._choose_starts(places if deeper else [], len(blocks.tokens[0]))
+                        places.append(Start(len(self.tokens), start.depth + slot + 1, row, slot, sees))
+            self.block += [-1] * (slots - alive)
+        self.entries += [start.depth for start in self.starts for _ in range(slots)]
+        self.starts = self._best(places) if deeper else []
 
-    def _choose_starts(self, places: list[_Place], slots: int) -> None:
-        """Let the next forward's blocks, of `slots` entries each, start from the best of the places."""
-        budget, before, earlier = self.job.budget, self.starts, len(self.entries)
+    def _best(self, places: list[Start]) -> list[Start]:
+        """Return the likeliest `most_starts` of the places behind which a node to come may be among the `budget` best.
+
+        Of equal ones the earlier first: the same tree on every machine.
+        """
+        budget = self.job.budget
         if places and len(self.scores) >= budget:
             self.edge = sorted(self.scores)[-budget]
-        places.sort(key=lambda place: place.score, reverse=True)  # stable: the same tree on every machine
-        best = [place for place in places[: self.most_starts] if place.score + self.best_child > self.edge]
-        self.starts = Starts(
-            [place.node for place in best],
-            [before.depths[place.row] + place.slot + 1 for place in best],
-            [place.row for place in best],
-            [place.slot for place in best],
-            [before.sees[place.row] | ((2 << place.slot) - 1) << (earlier + place.row * slots) for place in best],
-        )
-        self.entries += [depth for depth in before.depths for _ in range(slots)]
+        places.sort(key=lambda place: self.scores[place.node - 1], reverse=True)
+        likeliest = places[: self.most_starts]
+        return [place for place in likeliest if self.scores[place.node - 1] + self.best_child > self.edge]
 
     def state_behind(self, path: Sequence[int]) -> Tensor | None:
         """Return the (hidden,) state that predicted the token behind a path of tokens; None when no forward did."""
@@ -194,7 +186,7 @@ def _alive(spines: list[int], widths: list[int]) -> int:
 
 def row_slices(trees: Iterable[BlockTree]) -> list[slice]:
     """Return where the rows of each tree's starts lie in a forward over those of all trees."""
-    return [slice(*ends) for ends in pairwise(accumulate((len(tree.starts.nodes) for tree in trees), initial=0))]
+    return [slice(*ends) for ends in pairwise(accumulate((len(tree.starts) for tree in trees), initial=0))]
 
 
 NOISE_VALUES = 1 << 23
@@ -216,22 +208,13 @@ class Ranking:
         """Make the (V,) float32 noise of a position. On a CPU numpy makes it in half of torch's time."""
         return torch.from_numpy(sampling.noise(seed, position, self.ids).astype(np.float32))
 
-    def places(self, trees: Sequence[BlockTree]) -> NDArray[np.int64]:
-        """Return what `couple` wants on a device: the (J,) seeds' bits of coupled jobs, and their first positions."""
-        jobs = [tree.job for tree in trees if tree.job.noisy] if self.target_ids.is_cuda else []
-        seeds = np.array([job.sampling.seed for job in jobs], np.uint64).view(np.int64)
-        return np.concatenate((seeds, np.array([job.committed_len + 1 for job in jobs], np.int64)))
-
-    def couple(self, trees: Sequence[BlockTree], depths: int, places: Tensor | None = None) -> None:
-        """Give the trees of coupled jobs the noise of `depths` positions below their roots.
-
-        `places` are the numbers of that name on the device, if they are there already.
-        """
+    def couple(self, trees: Sequence[BlockTree], depths: int) -> None:
+        """Give the trees of coupled jobs the noise of `depths` positions below their roots."""
         noisy = [tree for tree in trees if tree.job.noisy]
         if noisy and self.target_ids.is_cuda:
-            if places is None:
-                places = torch.from_numpy(self.places(trees)).to(self.target_ids.device)
-            seeds, firsts = places.view(2, -1, 1)
+            places = [np.array([tree.job.sampling.seed for tree in noisy], np.uint64).view(np.int64)]
+            places.append(np.array([tree.job.committed_len + 1 for tree in noisy], np.int64))
+            seeds, firsts = torch.from_numpy(np.stack(places)[..., None]).to(self.target_ids.device)
             at = (firsts + torch.arange(depths, device=firsts.device)).flatten()
             noise = sampling_torch.noise(seeds.expand(-1, depths).flatten(), at, self.target_ids).float()
             for tree, rows in zip(noisy, noise.view(len(noisy), depths, -1), strict=True):
@@ -256,15 +239,16 @@ class Ranking:
         # A block goes on from the greedy tokens of its slots, but for the last one.
         slots = logits.shape[1]
         coupled = slots > 1 and any(tree.noise is not None for tree in trees)
-        greedy = greedy_ids(logits)[..., None] if coupled else None
+        greedy = _greedy_ids(logits)[..., None] if coupled else None
         slices = row_slices(trees)
         for tree, rows in zip(trees, slices, strict=True):
-            start = tree.first_row = rows.start
-            for depth, alike in groupby(tree.starts.depths):  # slot k's token stands k + 1 positions further
-                end = start + len(list(alike))
+            first = tree.first_row = rows.start
+            # Slot k's token stands k + 1 positions behind its start.
+            for depth, alike in groupby(start.depth for start in tree.starts):
+                end = first + len(list(alike))
                 noise = None if tree.noise is None else tree.noise[depth : depth + slots]
-                score(logits[start:end], tree.job, noise)
-                start = end
+                _score(logits[first:end], tree.job, noise)
+                first = end
         width = max(1, *widths) + coupled  # room for a greedy token that the noise puts behind the others
         ranked = self.likeliest(logits, width, greedy, None if buckets is None else buckets[..., None])
         for tree, rows in zip(trees, slices, strict=True):
@@ -274,11 +258,11 @@ class Ranking:
         """Add all paths over slots that know nothing of one another: (J, K, V) float32 logits, which change."""
         slots = logits.shape[1]
         for tree, rows in zip(trees, logits, strict=True):
-            score(rows, tree.job, None if tree.noise is None else tree.noise[:slots])
+            _score(rows, tree.job, None if tree.noise is None else tree.noise[:slots])
         blocks = self.likeliest(logits, width)
         for tree, of_slots, values in zip(trees, blocks.tokens, blocks.scores, strict=True):
             for slot in range(slots):
-                count = len(tree.starts.nodes)
+                count = len(tree.starts)
                 alike = Blocks([[of_slots[slot]]] * count, [[values[slot]]] * count, [[0]] * count, [[1]] * count)
                 tree.grow(alike, (0, width), slot + 1 < slots)
                 if not tree.grows:
@@ -294,7 +278,7 @@ class Ranking:
         scores = scores.log_softmax(-1)
         values, indices = largest(scores, min(width, scores.shape[-1]))
         more = () if greedy is None else (greedy, scores.gather(-1, greedy))
-        best, log_scores, *others = on_host(indices, values, *more, *(() if buckets is None else (buckets,)))
+        best, log_scores, *others = _on_host(indices, values, *more, *(() if buckets is None else (buckets,)))
         spine: NDArray[Any] = np.zeros(best.shape[:-1], np.int64)
         if greedy is not None:
             ids, theirs = others[:2]
@@ -307,7 +291,7 @@ class Ranking:
         return Blocks(self.ids[best].tolist(), log_scores.tolist(), spine.tolist(), bucket.tolist())
 
 
-def score(logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
+def _score(logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
     """Turn (..., K, V) float32 logits, in place, into scores of a job's candidates with (K, V) noise."""
     if job.sampling.temperature:
         logits *= 1.0 / job.sampling.temperature
@@ -315,7 +299,7 @@ def score(logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
         logits += noise
 
 
-def greedy_ids(rows: Tensor) -> Tensor:
+def _greedy_ids(rows: Tensor) -> Tensor:
     """Return the (...) int64 ids of the largest of (..., V) logits, of several the lowest.
 
     On a CPU numpy's: torch's takes three to seven times as long there.
@@ -323,7 +307,7 @@ def greedy_ids(rows: Tensor) -> Tensor:
     return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.numpy().argmax(-1)))
 
 
-def on_host(*parts: Tensor) -> list[NDArray[Any]]:
+def _on_host(*parts: Tensor) -> list[NDArray[Any]]:
     """Return (..., N) tensors of integers and float32 as arrays, after one transfer from the device."""
     if not parts[0].is_cuda:
         return [part.numpy() for part in parts]

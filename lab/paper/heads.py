@@ -109,7 +109,7 @@ class ParallelSpecHead(AtOnceHead):
 
     def predict(self, trees: Sequence[BlockTree]) -> Tensor:
         """Read the masks' states."""
-        inputs = self.row_inputs.make(self.root_rows(trees))  # of each job the last mask's row is kept
+        inputs = self.inputs(self.root_rows(trees))  # of each job the last mask's row is kept
         masks = inputs.outputs[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
         return self.timed(self._logits, inputs, masks)
 
@@ -143,7 +143,7 @@ class StaticTree(BlockTree):
 
     def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
         """Add what a forward predicts behind the starts, whatever scores it gives."""
-        slot_of, first = {node: (row, 0) for row, node in enumerate(self.starts.nodes)}, len(self.tokens)
+        slot_of, first = {start.node: (row, 0) for row, start in enumerate(self.starts)}, len(self.tokens)
         by_rank = [[prior(len(slot)) for slot in slots] for slots in blocks.scores]
         super().grow(blocks._replace(scores=by_rank), widths, deeper)
         for node in range(first + 1, len(self.tokens) + 1):

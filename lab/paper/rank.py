@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,24 +86,7 @@ def _drafted(head: Head, job: DraftJob) -> DraftTree:
     for growths in head.draft([job]):
         for growth in growths:
             tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
-    return prune(dedup(tree), job.budget)[0]
-
-
-def dedup(tree: DraftTree) -> DraftTree:
-    """Make one node of all that spell the same path: the same candidates in fewer target rows.
-
-    A node keeps the largest of its log-scores, so that it never exceeds its parent's.
-    """
-    seen: dict[tuple[int, int], int] = {}
-    numbers = [0]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        numbers.append(seen.setdefault((numbers[parent], token), len(seen) + 1))
-    if len(seen) == len(tree):
-        return tree
-    log_probs = np.full(len(seen), -np.inf, np.float32)
-    np.maximum.at(log_probs, np.array(numbers[1:]) - 1, tree.log_probs)
-    keys = np.array(list(seen), np.int64)  # (m, 2) parent, token in order of first appearance
-    return DraftTree(keys[:, 1], keys[:, 0], log_probs)
+    return prune(tree, job.budget)[0]
 
 
 def _followed(tree: DraftTree, following: Sequence[int]) -> int:

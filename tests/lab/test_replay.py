@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,16 +16,15 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import SpecBlockHead
 from coppice.prompts.files import demo_prompts
 from coppice.signals.records import Sample
-from coppice.speculation.tree import DraftTree, union, validate
+from coppice.speculation.tree import DraftTree
 from coppice.training.answers import Answer
 from coppice.training.data import load_tokenizer
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
-from lab.paper.rank import answers, dedup, replay, replay_all
+from lab.paper.rank import answers, replay, replay_all
 from services.adapter.decide import Arm
 from services.adapter.learn import Learner
 from tests.pushes import swap
-from tests.reference import EFFORT, random_tree, text_at
 from tests.unit.test_head_commands import head, place
 
 __all__ = ["place"]
@@ -97,18 +95,3 @@ def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -
     assert all(line["tau"] >= 1 for line in figures["trees"])
     none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--head", "l=lookup"])
     assert isinstance(none.exception, InvalidField)
-
-
-def test_joined_prefixes_spell_what_the_union_spells_each_once_with_its_best_score() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(500 * EFFORT):
-        merged = union([random_tree(rng, max_nodes=6, vocab_size=4) for _ in range(int(rng.integers(0, 4)))])
-        joined = dedup(merged)
-        validate(joined, 4, max_nodes=256, max_depth=256)
-        best: dict[tuple[int, ...], float] = {}
-        for node in range(1, len(merged) + 1):
-            text = text_at(merged, node)
-            best[text] = max(best.get(text, -np.inf), float(merged.log_probs[node - 1]))
-        texts = [text_at(joined, node) for node in range(1, len(joined) + 1)]
-        assert dict(zip(texts, joined.log_probs.tolist(), strict=True)) == best
-        assert len(texts) == len(best)

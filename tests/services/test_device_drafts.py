@@ -15,7 +15,7 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.engine import Engine, Timed
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.heads.base import DraftJob
-from coppice.heads.feature_head import FeatureHead, RowInputs
+from coppice.heads.feature_head import FeatureHead
 from coppice.heads.lm import LanguageModelHead
 from coppice.heads.registry import served_head
 from coppice.heads.tree import Ranking
@@ -29,7 +29,7 @@ LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
 SAMPLINGS = {"greedy": [GREEDY], "mixed": [GREEDY, SAMPLED]}
 COPIES = {"specblock": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
-"""of a draft, to the device and back: one of each for every forward, and the places of an lm's noise by themselves"""
+"""of a draft, to the device and back: one of each for every forward; the places of noise are one more"""
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
             if getattr(part, "frozen", None) is not None:
                 part.frozen = part.frozen.to(DEVICE)
         shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
-        pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
-        head.row_inputs = RowInputs(pool, head.row_inputs.embedding.to(DEVICE), config.group, len(shapes))
+        head.pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
+        head.embedding = head.embedding.to(DEVICE)
         head.ranking = Ranking(head.ranking.target_ids.to(DEVICE))
         head.timed = Timed(DEVICE)
     return head
@@ -132,5 +132,5 @@ def test_a_draft_takes_one_copy_each_way_for_every_forward(
         drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
         measured = replace(counts)
     to_device, to_host = COPIES[kind]
-    to_device += kind == "lm" and name == "mixed"
+    to_device += name == "mixed"
     assert (measured.copies, measured.waits) == ((to_device, to_host), 0)
