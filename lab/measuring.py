@@ -105,7 +105,7 @@ class ReferenceProcess:
     """
 
     def __init__(self, spec: StackSpec) -> None:
-        from coppice.testing.target_text import TargetText
+        from coppice.testing.reference import TargetText
 
         verifier = spec.settings().verifier
         self.text = TargetText(spec.target)

@@ -12,7 +12,7 @@ from pathlib import Path
 from coppice.errors import InvalidField
 from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
-from coppice.testing.target_text import TargetText
+from coppice.testing.reference import TargetText
 from coppice.wire.generation import ModelDescription
 from lab.options import Options
 

@@ -1,6 +1,6 @@
 """What the target says without Coppice: transformers' `generate`, and the verdict on an answer that differs from it.
 
-Needs the `serve` extra; torch and transformers are imported when a Reference is made, on the thread that will use it.
+Needs the `serve` extra; torch and transformers are imported when they are needed, on the thread that will use them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
+from coppice.engine.engine import Context
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
-from coppice.testing.target_text import TargetText
 from coppice.wire.generation import Origin
 
 Verdict = Literal["identical", "tie", "wrong"]
@@ -30,7 +31,86 @@ Verdict = Literal["identical", "tie", "wrong"]
 # row is 0.140 in the mean and 0.82 at most, of transformers' 0.140 and 0.75. In float32 nothing may differ; a tie
 # there is reported as one and fails.
 EPS = 0.8
+_TOKENIZER = "tokenizer.json"
+_ANSWER = "@an answer@"
 _SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+class TargetText:
+    """What turns texts into a target's ids, as transformers does; known before any weight is loaded."""
+
+    def __init__(self, target: Path) -> None:
+        """Read nothing yet."""
+        self._target = target
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts can be encoded."""
+        return (self._target / _TOKENIZER).is_file()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return self.has_tokenizer and bool(self._chat.chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return int(self._config.vocab_size)
+
+    def context(self, kv_tokens: int) -> Context:
+        """How long a text may be that a verifier with so many KV tokens serves."""
+        return Context.of(self._config, kv_tokens).served(kv_tokens)
+
+    def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of a text, as the tokenizer alone gives them, or of a user's message in the chat template."""
+        if chat:
+            text = self._rendered([("user", text)])
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not chat).ids)
+
+    def encode_between(self, question: str, after: str, chat: bool) -> tuple[int, ...]:
+        """Ids of what stands between the answer to a question and the answer to the one after it.
+
+        Without a chat template the next question is a paragraph of its own.
+        """
+        text = f"\n\n{after}\n"
+        if chat:
+            messages = [("user", question), ("assistant", _ANSWER), ("user", after)]
+            text = self._rendered(messages).rpartition(_ANSWER)[2]
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def ended(self, ids: Sequence[int]) -> Sequence[int]:
+        """An answer up to the id that ends it, excluded; all of it without one."""
+        return ids[: next((at for at, token in enumerate(ids) if token in self._eos_ids), len(ids))]
+
+    def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
+        turns = [{"role": role, "content": content} for role, content in messages]
+        text: str = self._chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return text
+
+    @cached_property
+    def _eos_ids(self) -> list[int]:
+        """The ids that end a text, by generation_config.json before config.json."""
+        transformers: Any = import_module("transformers")
+        try:
+            ids = transformers.GenerationConfig.from_pretrained(self._target, local_files_only=True).eos_token_id
+        except OSError:  # there is no such file
+            ids = None
+        ids = self._config.eos_token_id if ids is None else ids
+        return list(ids) if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+
+    @cached_property
+    def _chat(self) -> Any:
+        return import_module("transformers").AutoTokenizer.from_pretrained(self._target, local_files_only=True)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return import_module("tokenizers").Tokenizer.from_file(str(self._target / _TOKENIZER))
+
+    @cached_property
+    def _config(self) -> Any:
+        load = import_module("transformers").AutoConfig.from_pretrained
+        return load(self._target, local_files_only=True, trust_remote_code=False).get_text_config()
 
 
 class _TokenClock:
@@ -175,10 +255,10 @@ class Reference:
         scores, temperature = self._rows(prompt, ids).double(), sampling.temperature or 1.0
         if sampling.temperature:
             warpers: Any = import_module("transformers.generation.logits_process")
-            told = [warpers.TemperatureLogitsWarper(temperature)]
-            told += [warpers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-            told += [warpers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-            for warper in told:
+            chain = [warpers.TemperatureLogitsWarper(temperature)]
+            chain += [warpers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+            chain += [warpers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+            for warper in chain:
                 scores = warper(None, scores)
             every = np.arange(scores.shape[1])
             drawn_with = [noise(sampling.seed, len(prompt) + at, every) for at in range(len(ids))]

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import read_prompts
-from coppice.testing.target_text import TargetText
+from coppice.testing.reference import TargetText
 from lab import measuring
 from lab.options import Options
 from lab.questions import Question, own_prompts, read_questions
@@ -75,7 +76,7 @@ def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, cha
     answer = text.encode("why")
     on = last.next(answer)
     said = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
-    assert (text.decode(on.ids), on.later) == (said, ())
+    assert (Tokenizer.from_file(str(target / "tokenizer.json")).decode(on.ids), on.later) == (said, ())
     assert on.longest(30) == last.longest(30) - 30 + len(answer)
 
 
