@@ -17,11 +17,11 @@ from coppice.signals.producer import Producer, SignalMetrics
 from coppice.telemetry import serve_metrics
 from coppice.v1 import generation_pb2
 
-from .encoder import TextCodec
 from .heads import HeadPool, feature_layers
 from .metrics import OrchestratorMetrics
 from .service import GenerationServicer
 from .targets import Pool, TargetPool
+from .text import TextCodec
 from .tokens import Tokens
 
 

@@ -27,13 +27,12 @@ from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
 from .answer import Account, Output
 from .auto import AutoPolicy, Rates, Text
-from .encoder import Encoder, TextCodec
 from .heads import HeadPool, HeadSession, feature_layers
 from .loop import Decoding
 from .metrics import OrchestratorMetrics
 from .step import StepPolicy
 from .targets import TargetPool, TargetSession
-from .text import TextStream, TokenBytes
+from .text import Encoder, TextCodec, TextStream, TokenBytes
 from .tokens import client_salt
 
 P = TypeVar("P")

@@ -1,15 +1,43 @@
-"""Text of ids: the bytes that each id adds, the characters that they make, and the stop strings among these."""
+"""Text to ids and back: prompts are encoded here, and answers' ids are turned into text.
+
+A chat template is a program that comes with a model, and a tokenizer holds the interpreter's lock while it works. So
+chats and long texts are encoded in processes of their own: `python -m orchestrator.text ROLE FOLDER` writes a line when
+it has loaded, and answers each line of its input, both in JSON, until the input ends: as `render` chats, as `encode`
+texts. As `check` it prints what is wrong with the folder's chat template, a line each.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+import resource
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+
+from coppice.config.model import added_tokens, ends_line, text_ends
+from coppice.errors import InvalidField, Unavailable
+from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
+from coppice.rpc.admission import Admission
+from coppice.wire.drafter import vocabulary_hash
+from coppice.wire.generation import ChatMessage
+
+from .tokens import client_salt
+
+# --- ids to text ---
 
 _CACHED_IDS = 1 << 14
 _NEIGHBOUR = "a"  # a piece in front of another, which so does not begin a text
@@ -129,3 +157,294 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     ends = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)
+
+
+# --- prompts to ids ---
+
+SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
+ANSWER_S = 5.0  # for an exchange with a process, and _ANSWER_S_A_MIB more for each MiB of the question
+TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
+_START_S, _ANSWER_S_A_MIB = 60.0, 10.0
+_MOST_BYTES = 4 << 30  # of a process
+_NICENESS = 5  # running sessions come first
+_LONGEST_LINE = 1 << 28  # bytes of an answer
+_CHAT_BYTES = 16 << 20  # of a rendered chat
+_ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
+
+
+class ChatTemplate:
+    """The chat template of a folder, rendered by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        """Does not fail: what is wrong with the folder's files is raised by `render`. Takes half a second, no torch."""
+        from transformers import PreTrainedTokenizerFast
+
+        self._error: Exception | None = None
+        try:  # its templates and special tokens, without its vocabulary
+            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+                folder, tokenizer_object=Tokenizer(BPE()), local_files_only=True
+            )
+        except Exception as error:
+            self._error = error
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder has one, usable or not."""
+        config = folder / "tokenizer_config.json"
+        return (
+            (folder / "chat_template.jinja").is_file()
+            or any(folder.glob("additional_chat_templates/*.jinja"))
+            or (config.is_file() and b'"chat_template"' in config.read_bytes())
+        )
+
+    def render(self, messages: Sequence[ChatMessage], ask: bool = True) -> str:
+        """The text that `apply_chat_template` makes of a conversation. Raises InvalidField.
+
+        ask: up to where the assistant answers. A template may take any time and memory.
+        """
+        filled = [message.fields for message in messages]
+        try:
+            if self._error:
+                raise self._error
+            text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
+            if len(text.encode()) > _CHAT_BYTES:
+                raise ValueError(f"a text of {len(text)} characters")
+        except Exception as error:  # templates come with models and can raise anything
+            reason = str(error).partition("\n")[0]
+            if type(error).__name__ != "TemplateError":  # which is what a template's raise_exception raises
+                reason = f"this target's chat template cannot be used: {type(error).__name__}: {reason}"
+            raise InvalidField("chat.messages", reason) from None
+        return text
+
+
+class TextCodec:
+    """A target's tokenizer.json and, if it has one, its chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidField when tokenizer.json is unusable."""
+        self.folder = folder
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:
+            raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
+        self.tokenizer.no_padding()  # of batches; a prompt is itself
+        self.tokenizer.no_truncation()
+        self.has_chat_template = ChatTemplate.is_in(folder)
+
+    @classmethod
+    def find(cls, folder: str) -> TextCodec | None:
+        """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
+        return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
+
+    @cached_property
+    def vocabulary_hash(self) -> bytes:
+        """What a head's tokenizer is compared by."""
+        return vocabulary_hash(self.tokenizer.get_vocab())
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, bare: bool = False) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or `bare` without them.
+
+        The interpreter's lock is held all the time.
+        """
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not bare).ids
+        return ids
+
+
+class Encoder:
+    """A target's tokenizer and chat template for prompts of any length. For one event loop."""
+
+    def __init__(self, codec: TextCodec, most_ids: int, limits: Limits, answer_s: float = ANSWER_S) -> None:
+        """most_ids: of a prompt that the target has room for. limits: how many may wait for a process, and how long."""
+        self._codec, self._most_ids = codec, most_ids
+        self._render, self._encode = (
+            _Process((role, str(codec.folder)), limits, answer_s) for role in ("render", "encode")
+        )
+
+    async def start(self) -> None:
+        """Start the process for chats, if there will be any; it loads in the background."""
+        if self._codec.has_chat_template:
+            await self._render.start()
+
+    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+        """Ids of a text or of a conversation; the clients that `client_salt` tells apart take turns at the processes.
+
+        bare: without the special tokens around a prompt. Raises InvalidField, before any work when it is hopelessly
+        long, Overloaded and Unavailable.
+        """
+        ids: list[int]
+        if isinstance(prompt, str):
+            self._check_length(len(prompt))
+            if len(prompt) <= SHORT_CHARS:
+                return self._codec.encode(prompt, bare)
+            try:
+                ids = await self._encode.ask([prompt, bare])
+            except TimeoutError:
+                raise Unavailable("the tokenizer's process does not answer") from None
+        else:
+            check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
+            messages = [message.fields for message in prompt]
+            self._check_length(sum(map(len, chain.from_iterable(fields.values() for fields in messages))))
+            if not self._codec.has_chat_template:
+                raise InvalidField("chat", "this target has no chat template")
+            try:
+                ids = await self._render.ask([messages, True])
+            except TimeoutError:
+                raise InvalidField("chat.messages", "this target's chat template does not end") from None
+        if len(ids) >= self._most_ids:
+            raise InvalidField("prompt", f"{len(ids)} tokens leave no room in a context of {self._most_ids}")
+        return ids
+
+    def _check_length(self, chars: int) -> None:
+        if chars > self._most_ids * self._codec.longest:
+            raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
+
+    async def stop(self) -> None:
+        """End the processes."""
+        await self._render.stop()
+        await self._encode.stop()
+
+
+class _Process:
+    """A process that answers one question after another; who asks waits for a turn."""
+
+    def __init__(self, arguments: Sequence[str], limits: Limits, answer_s: float) -> None:
+        self._arguments, self._answer_s = arguments, answer_s
+        self._turns = Admission("turns of the tokenizer's process", 1, limits.queued, limits.queue_s)
+        self._exchanging = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._loaded = False
+
+    async def start(self) -> asyncio.subprocess.Process:
+        """The process, started if there is none."""
+        if self._process is None:
+            self._loaded = False
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", __name__, *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_LINE,
+            )
+        return self._process
+
+    async def stop(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def ask(self, question: object) -> Any:
+        """The answer. Who leaves before the process is asked leaves the line; a question is answered in any case.
+
+        Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
+        """
+        async with self._turns.admit(client=client_salt()):
+            await self._exchanging.acquire()  # the client of the question before may have left
+            answering = asyncio.create_task(self._answer(json.dumps(question).encode() + b"\n"))
+            answering.add_done_callback(lambda _: self._exchanging.release())
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())
+            answer, *refused = json.loads(await asyncio.shield(answering))
+        if refused:
+            raise InvalidField(*refused)
+        return answer
+
+    async def _answer(self, question: bytes) -> bytes:
+        for is_last in (False, True):
+            try:
+                return await self._exchange(question)
+            except (OSError, EOFError) as error:  # it was killed, or hangs
+                await self.stop()
+                if is_last and isinstance(error, TimeoutError):
+                    raise
+        raise Unavailable("the tokenizer's process ended")
+
+    async def _exchange(self, question: bytes) -> bytes:
+        process = await self.start()
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin
+        assert stdout
+        if not self._loaded:
+            async with asyncio.timeout(_START_S):
+                await stdout.readuntil()
+            self._loaded = True
+        async with asyncio.timeout(self._answer_s + _ANSWER_S_A_MIB * len(question) / 2**20):
+            stdin.write(question)
+            await stdin.drain()
+            return await stdout.readuntil()
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Have the block raise TimeoutError when it has computed for TEMPLATE_S."""
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"it computes for more than {TEMPLATE_S:g} s")
+
+
+def _check(folder: Path) -> Iterator[str]:
+    """What is wrong with a folder's chat template, a line each."""
+    if not ChatTemplate.is_in(folder):
+        return
+    template, tokens = ChatTemplate(folder), added_tokens(folder)
+    question = ChatMessage("user", "Hi")
+    try:
+        with _in_time():
+            template.render([question])
+    except InvalidField as error:
+        yield f"chats will be refused: {error}"
+        return
+    try:
+        with _in_time():
+            text = template.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
+    except InvalidField:
+        return
+    _, answered, rest = text.rpartition(_ASSISTANT)
+    token = max((token for token in tokens if answered and rest.strip().startswith(token)), key=len, default="")
+    ends = text_ends(folder)
+    if token and tokens[token] not in next(iter(ends.values()), (tokens[token],)):
+        line = f"the chat template ends turns with {token} ({tokens[token]})"
+        yield f"{line}, but {ends_line(ends)}: answers go on behind it"
+
+
+def main(role: str, path: str) -> None:
+    """Do what the role is for, without more memory than one question may take."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES if most < 0 else min(most, _MOST_BYTES), most))
+    signal.signal(signal.SIGPROF, _too_slow)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal it goes to the whole group
+    folder = Path(path)
+    if role == "check":
+        print(*_check(folder), sep="\n")
+        return
+    os.nice(_NICENESS)
+    codec, reply = TextCodec(folder), list[object]()
+    template = ChatTemplate(folder) if role == "render" else None
+    print(flush=True)
+    for question in sys.stdin:
+        prompt, bare = json.loads(question)
+        try:
+            if template is not None:
+                with _in_time():
+                    prompt = template.render([ChatMessage(**message) for message in prompt])
+            reply = [codec.encode(prompt, bare)]
+        except InvalidField as error:
+            reply = [None, error.field, str(error).removeprefix(f"{error.field}: ")]
+        except BaseException as error:  # as the panic of a tokenizer is
+            reply = [None, "prompt", f"the tokenizer fails: {error}"]
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

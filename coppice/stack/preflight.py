@@ -55,7 +55,7 @@ def target_warnings(folder: Path) -> Iterator[str]:
     yield from disagreements(folder)
     if not (folder / "tokenizer.json").is_file():
         return
-    command = [sys.executable, "-m", module_of("orchestrator.encoder"), "check", str(folder.resolve())]
+    command = [sys.executable, "-m", module_of("orchestrator.text"), "check", str(folder.resolve())]
     try:
         checked = subprocess.run(command, capture_output=True, timeout=_TEMPLATE_S, env=environment(checkout()))
         yield from filter(None, checked.stdout.decode().splitlines())

@@ -20,7 +20,7 @@ from coppice.commands.serve import ROLES
 from coppice.config.settings import Settings
 from coppice.stack.spec import SHIPPED_HEADS
 from coppice.wire.generation import ChatMessage
-from orchestrator.encoder import ChatTemplate
+from orchestrator.text import ChatTemplate
 from tests.fake_service import MAX_LEN, echo_server
 
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_CHAT_MESSAGES, Limits
 from coppice.rpc.access import Access
 from coppice.wire.generation import ChatMessage
-from orchestrator.encoder import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.text import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
 from orchestrator.tokens import Tokens
 from tests.tiny import make_target
 
@@ -49,19 +49,29 @@ CONVERSATIONS = {
     "wrong order": [ChatMessage("assistant", "I begin"), ChatMessage("user", "a"), ChatMessage("user", "b")],
 }
 BOS = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-SPECIAL: dict[str, dict[str, Any]] = {
-    "objects": {"tokenizer_config.json": {"bos_token": BOS | {"__type": "AddedToken"}, "eos_token": "</s>"}},
-    "map over config": {
+EVERY_TOKEN = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ sep_token }}|{{ image_token }}"
+FILES: dict[str, dict[str, Any]] = {
+    "special tokens as objects": {
+        "tokenizer_config.json": {"bos_token": BOS | {"__type": "AddedToken"}, "eos_token": "</s>"},
+        "chat_template.jinja": EVERY_TOKEN,
+    },
+    "a map over the config": {
         "tokenizer_config.json": {"bos_token": "<b>", "unk_token": "<unk>"},
         "special_tokens_map.json": {"bos_token": "<s>", "additional_special_tokens": ["<image>"]},
+        "chat_template.jinja": EVERY_TOKEN,
     },
-    "no file": {},
-}
-EVERY_TOKEN = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ sep_token }}|{{ image_token }}"
-KEPT: dict[str, Any] = {
-    "text": "config {{ messages[0].content }}",
-    "named": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}],
-    "object": {"default": "object {{ messages[0].content }}", "rag": "no"},
+    "a template in the config": {"tokenizer_config.json": {"chat_template": "config {{ messages[0].content }}"}},
+    "templates by name": {
+        "tokenizer_config.json": {
+            "chat_template": [
+                {"name": "tool_use", "template": "no"},
+                {"name": "default", "template": "{{ messages[0].content }}"},
+            ]
+        }
+    },
+    "an object of templates": {
+        "tokenizer_config.json": {"chat_template": {"default": "object {{ messages[0].content }}", "rag": "no"}}
+    },
 }
 
 
@@ -70,14 +80,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), chat=False)
 
 
-def folder(target: Path, path: Path, template: str | bytes | None, **files: dict[str, Any]) -> Path:
+def folder(target: Path, path: Path, template: str | bytes | None = None, **files: Any) -> Path:
     """A copy of a target without its weights, and with other files of its tokenizer."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(target / name, path / name)
     if template is not None:
-        (path / "chat_template.jinja").write_bytes(template if isinstance(template, bytes) else template.encode())
-    for name, values in files.items():
-        (path / name).write_text(json.dumps(values), encoding="utf-8")
+        files["chat_template.jinja"] = template
+    for name, content in files.items():
+        text = json.dumps(content) if isinstance(content, dict) else content
+        (path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
@@ -105,20 +116,11 @@ def test_every_style_is_rendered_as_transformers_does(target: Path, tmp_path: Pa
         same(path, messages)
 
 
-@pytest.mark.parametrize("case", SPECIAL)
-def test_special_tokens_come_from_every_file_that_names_them(target: Path, tmp_path: Path, case: str) -> None:
-    path = folder(target, tmp_path, EVERY_TOKEN)
-    (path / "tokenizer_config.json").unlink()
-    for name, values in SPECIAL[case].items():
-        (path / name).write_text(json.dumps({"tokenizer_class": "TokenizersBackend", **values}), encoding="utf-8")
-    config = json.loads((path / "config.json").read_text(encoding="utf-8")) | {"tokenizer_class": "TokenizersBackend"}
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    same(path, CONVERSATIONS["a question"])
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_a_template_is_found_wherever_it_is_kept(target: Path, tmp_path: Path, case: str) -> None:
-    same(folder(target, tmp_path, None, **{"tokenizer_config.json": {"chat_template": KEPT[case]}}), turns("Hi"))
+@pytest.mark.parametrize("case", FILES)
+def test_templates_and_special_tokens_come_from_every_file_that_names_them(
+    target: Path, tmp_path: Path, case: str
+) -> None:
+    same(folder(target, tmp_path, **FILES[case]), CONVERSATIONS["a question"])
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_for_batches(target: Path, tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ async def encoder(path: Path, **options: Any) -> AsyncIterator[Encoder]:
 
 def processes() -> list[psutil.Process]:
     """The tokenizer's processes of this one."""
-    return [child for child in psutil.Process().children() if "orchestrator.encoder" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "orchestrator.text" in child.cmdline()]
 
 
 BROKEN: dict[str, str | bytes] = {
@@ -164,15 +166,13 @@ BROKEN: dict[str, str | bytes] = {
 
 @pytest.mark.parametrize("case", [name for name in BROKEN if name not in ("memory", LOOPS)])
 def test_a_template_that_fails_refuses_chats(target: Path, tmp_path: Path, case: str) -> None:
-    template = ChatTemplate(folder(target, tmp_path, BROKEN[case]))
     with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used: \w+: [^\n]+$"):
-        template.render(turns("Hi"))
+        ChatTemplate(folder(target, tmp_path, BROKEN[case])).render(turns("Hi"))
 
 
 @pytest.mark.parametrize("config", ['{"chat_template": ', '{"chat_template": "x", "bos_token": 3}', "[]"])
 def test_a_config_of_the_tokenizer_that_cannot_be_read_refuses_chats(target: Path, tmp_path: Path, config: str) -> None:
-    path = folder(target, tmp_path, None if "chat" in config else "x")
-    (path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    path = folder(target, tmp_path, None if "chat" in config else "x", **{"tokenizer_config.json": config})
     assert ChatTemplate.is_in(path)
     with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
         ChatTemplate(path).render(turns("Hi"))
