@@ -14,10 +14,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, get_args
 
-from coppice.client.adapter import AdapterClient
+from coppice.client.adapter import AdapterClient, plain
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.config.sections import ADAPTED_KINDS, PolicyName
@@ -27,7 +27,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Verdict
 from coppice.training.progress import Progress
-from coppice.wire.adapter import HeadStatus
+from coppice.v1 import adapter_pb2 as pb
 from lab.asking import GREEDY, answers_to, judged
 from lab.measuring import ReferenceProcess
 from lab.options import Options
@@ -54,7 +54,7 @@ class Lane:
     def __init__(self, name: str, spec: StackSpec) -> None:
         self.name, self.spec = name, spec
         self.answers: list[Completion] = []
-        self.status: HeadStatus | None = None
+        self.status: pb.HeadStatus | None = None
         self._exit, self._stack = ExitStack(), Stack(spec)
         self._adapter: AdapterClient | None = None
 
@@ -168,7 +168,7 @@ def judged_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference
 def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verdict]) -> Row:
     """The figures of a lane, its parts of the stream and the last third of the first one; its speedup is over never."""
     answers, status = lane.answers, lane.status
-    changes = [asdict(change) for change in status.changes] if status else []
+    changes = [plain(change) for change in status.changes] if status else []
     trained = [change for change in changes if change["what"] in TRAINED]
     places: dict[str, list[int]] = {}
     for number, query in enumerate(stream):

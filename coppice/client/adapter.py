@@ -8,53 +8,54 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from coppice.errors import from_rpc_error
 from coppice.rpc.channels import Dialer
+from coppice.v1 import adapter_pb2 as pb
 from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
-from coppice.wire import adapter
-from coppice.wire.adapter import HeadStatus
 
 TIMEOUT_S = 30.0
 ROLLBACK_S = 120.0
-
-
-def default_address() -> str:
-    """Return COPPICE_ADAPTER_ADDRESS, else the address that `coppice up --adapt` takes."""
-    return os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
+STANDING_BY = "standing by"
+"""what a head does while another adapter is the active one, or redis is away"""
 
 
 class AdapterClient(AbstractContextManager["AdapterClient"]):
     """A context manager that closes its channel. Every call raises the CoppiceError that it is answered with."""
 
     def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
-        """Connects with the first call; `dialer` None: with the certificates that the environment names."""
+        """Connects with the first call, by default to COPPICE_ADAPTER_ADDRESS, else where `coppice up --adapt` puts it;
+        `dialer` None: with the certificates that the environment names.
+        """
         dialer = dialer or Dialer(tls=Dialer.from_environment().tls)
-        self._channel = dialer.open_blocking(address or default_address())
+        address = address or os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
+        self._channel = dialer.open_blocking(address)
         self._stub = AdapterServiceStub(self._channel)
 
-    def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:
+    def status(self, head: str = "", history: int = 0) -> list[pb.HeadStatus]:
         """Return the status of one head or of all, with that many of the latest queries."""
-        return adapter.read_status(self._call(self._stub.GetStatus, adapter.status_request(head=head, history=history)))
+        answer: pb.GetStatusResponse = self._call(self._stub.GetStatus, pb.GetStatusRequest(head=head, history=history))
+        return list(answer.heads)
 
     def pause(self, head: str = "") -> None:
         """Stop training."""
-        self._call(self._stub.Pause, adapter.pause_request(head=head))
+        self._call(self._stub.Pause, pb.PauseRequest(head=head))
 
     def resume(self, head: str = "") -> None:
         """Train again."""
-        self._call(self._stub.Resume, adapter.resume_request(head=head))
+        self._call(self._stub.Resume, pb.ResumeRequest(head=head))
 
     def rollback(self, head: str = "", version: int | None = None) -> int:
         """Put back a version, 0: the head as it was deployed, None: the last good one; returns the one it made."""
-        answer = self._call(self._stub.Rollback, adapter.rollback_request(head=head, version=version), ROLLBACK_S)
-        return adapter.read_rollback(answer)
+        request = pb.RollbackRequest(head=head, version=version)
+        return int(self._call(self._stub.Rollback, request, ROLLBACK_S).version)
 
     def close(self) -> None:
         """End the channel."""
         self._channel.close()
 
-    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float = TIMEOUT_S) -> Any:
+    def _call(self, method: Callable[..., Any], request: Message, timeout_s: float = TIMEOUT_S) -> Any:
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -62,3 +63,20 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as values of JSON: bytes in hex, numbers as numbers, None for an optional field that is not set."""
+
+    def convert(field: Any, value: Any) -> Any:
+        return plain(value) if field.message_type else value.hex() if isinstance(value, bytes) else value
+
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            fields[field.name] = [convert(field, element) for element in value]
+        else:
+            unset = field.has_presence and not message.HasField(field.name)
+            fields[field.name] = None if unset else convert(field, value)
+    return fields

@@ -3,32 +3,23 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from coppice.client.adapter import STANDING_BY, AdapterClient, plain
 from coppice.commands.options import picture
 from coppice.limits import MAX_HISTORY
-from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
-
-if TYPE_CHECKING:
-    from coppice.client.adapter import AdapterClient
+from coppice.v1 import adapter_pb2 as pb
 
 app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True, add_completion=False)
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
 Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
-
-
-def _client(address: str | None) -> "AdapterClient":
-    from coppice.client.adapter import AdapterClient
-
-    return AdapterClient(address)
 
 
 @app.command()
@@ -41,13 +32,12 @@ def status(
     plot: Annotated[Path | None, picture("--plot", "Draw tau and tokens/s of the latest queries")] = None,
 ) -> None:
     """Show what the adapter did and knows, and which weights every drafter uses."""
-    with _client(address) as client:
+    with AdapterClient(address) as client:
         heads = client.status(head, MAX_HISTORY if as_json or plot else 0)
     if plot:
         draw(heads, plot)
     if as_json:
-        values = [asdict(of_head) | {"weights_hash": of_head.weights_hash.hex()} for of_head in heads]
-        print(json.dumps({"heads": values}))
+        print(json.dumps({"heads": [plain(of_head) for of_head in heads]}))
         return
     for of_head in heads:
         show(of_head, Console())
@@ -56,14 +46,14 @@ def status(
 @app.command()
 def pause(address: Address = None, head: Head = "") -> None:
     """Stop training and asking for samples; the weights in use stay."""
-    with _client(address) as client:
+    with AdapterClient(address) as client:
         client.pause(head)
 
 
 @app.command()
 def resume(address: Address = None, head: Head = "") -> None:
     """Go on training."""
-    with _client(address) as client:
+    with AdapterClient(address) as client:
         client.resume(head)
 
 
@@ -76,7 +66,7 @@ def rollback(
     ] = None,
 ) -> None:
     """Put earlier weights back on every drafter, as a new version."""
-    with _client(address) as client:
+    with AdapterClient(address) as client:
         print(f"version {client.rollback(head, version)} is in use")
 
 
@@ -96,7 +86,7 @@ _CHANGES = {
 _LATEST = 8
 
 
-def show(status: HeadStatus, console: Console) -> None:
+def show(status: pb.HeadStatus, console: Console) -> None:
     """Print one head as text."""
     if status.doing == STANDING_BY:
         console.print(f"[bold]{status.head}[/bold]: {STANDING_BY}; another adapter is active, or redis is away")
@@ -110,7 +100,7 @@ def show(status: HeadStatus, console: Console) -> None:
     )
     actions = Table("arm", "gain per signal", "updates", box=box.SIMPLE_HEAD)
     for arm in status.actions:
-        value = "not measured" if arm.value is None else f"{arm.value:+.3f}"
+        value = f"{arm.value:+.3f}" if arm.HasField("value") else "not measured"
         actions.add_row(arm.action, value, str(arm.updates))
     kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "another update", box=box.SIMPLE_HEAD)
     for kind in status.kinds:
@@ -134,12 +124,12 @@ def show(status: HeadStatus, console: Console) -> None:
             console.print(table)
 
 
-def _drafted_by(kind: KindStatus) -> str:
+def _drafted_by(kind: pb.KindStatus) -> str:
     names = [f"variant {number}" if number else "deployed" for number in (kind.variant, kind.other)]
     return f"{names[0]} {kind.share:.0%}, {names[1]}" if kind.share else names[1]
 
 
-def _next(kind: KindStatus) -> str:
+def _next(kind: pb.KindStatus) -> str:
     """Say what another update would save and cost, in seconds of serving."""
     return f"saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
 
@@ -157,7 +147,7 @@ def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
     return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw(heads: Sequence[HeadStatus], file: Path) -> None:
+def draw(heads: Sequence[pb.HeadStatus], file: Path) -> None:
     """Draw tau and tokens/s along each head's queries, coloured by what a query was for; lines are changes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -175,7 +165,7 @@ def draw(heads: Sequence[HeadStatus], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _draw(panel: Any, history: Sequence[QueryPoint], changes: Sequence[Change], name: str) -> None:
+def _draw(panel: Any, history: Sequence[pb.QueryPoint], changes: Sequence[pb.Change], name: str) -> None:
     values = [getattr(point, name) for point in history]
     for action, colour in ARM_COLOURS.items():
         at = [number for number, point in enumerate(history) if point.action == action]

@@ -19,8 +19,8 @@ from pydantic import BaseModel, Field
 
 from coppice.limits import MAX_KINDS, MAX_VARIANTS
 from coppice.signals.records import Demand, QueryRecord
+from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.variants import Route, Routes
-from coppice.wire.adapter import ActionStatus, KindStatus
 
 
 class Arm(StrEnum):
@@ -355,18 +355,21 @@ class Bandit:
             ]
         )
 
-    def actions(self) -> list[ActionStatus]:
+    def actions(self) -> list[pb.ActionStatus]:
         """Report the arms, with values in share of tokens/s for each rejected position a token."""
-        return [ActionStatus(arm, self.state.values[arm], self.state.updates.get(arm, 0)) for arm in UPDATES]
+        return [
+            pb.ActionStatus(action=arm, value=self.state.values[arm], updates=self.state.updates.get(arm, 0))
+            for arm in UPDATES
+        ]
 
-    def kinds(self, texts: dict[int, int]) -> list[KindStatus]:
+    def kinds(self, texts: dict[int, int]) -> list[pb.KindStatus]:
         """Report what is known of each kind, with so many texts by group."""
         return [self._status(number + 1, texts.get(number + 1, 0)) for number in range(len(self.state.kinds))]
 
-    def _status(self, number: int, texts: int) -> KindStatus:
+    def _status(self, number: int, texts: int) -> pb.KindStatus:
         kind, best = self[number], self._best(number, texts)
         gain, error = kind.gain()
-        return KindStatus(
+        return pb.KindStatus(
             kind=number,
             queries=kind.queries,
             tau=kind.tau,

@@ -16,20 +16,21 @@ import structlog
 from torch import Tensor
 
 from coppice import failpoints
+from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_HISTORY
 from coppice.signals.records import Demand, QueryRecord, Sample
+from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.variants import ROUTES, Routes, in_deployed, variant_name
 from coppice.weights.versions import Weights
-from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, QueryPoint, VersionStatus
 
 from .decide import Arm, Bandit, Verdict
 from .learn import Groups, Learner
 from .metrics import AdapterMetrics
 from .paper import Paper
 from .push import Replicas
-from .state import BadFile, State, Versions
+from .state import BadFile, Change, QueryPoint, State, Versions
 
 POLL_S = 1.0
 """time between two looks at the replicas"""
@@ -179,7 +180,8 @@ class HeadLoop:
             metrics.waiting.labels(self.name, str(number)).set(count)
         state.queries += 1
         version = state.live if live else None
-        state.history.append(QueryPoint(state.queries, record.tau, record.tokens_per_s, record.s, version, arm.value))
+        figures = {"tau": record.tau, "tokens_per_s": record.tokens_per_s, "s": record.s}
+        state.history.append(QueryPoint(query=state.queries, **figures, version=version, action=arm.value))
         del state.history[:-MAX_HISTORY]
 
     def _choose(self, group: int) -> Arm:
@@ -280,7 +282,8 @@ class HeadLoop:
         await self._replicas.bring()
         sync_s = time.monotonic() - began
         self._metrics.sync_seconds.labels(self.name).observe(sync_s)
-        state.changes.append(Change(state.queries, what, weights.version, train_s, sync_s, why))
+        times = {"train_s": train_s, "sync_s": sync_s}
+        state.changes.append(Change(query=state.queries, what=what, version=weights.version, **times, why=why))
         del state.changes[:-_CHANGES]
         log.info("weights changed", head=self.name, what=what, version=weights.version, why=why)
 
@@ -331,10 +334,10 @@ class HeadLoop:
         self._work.put_nowait(work)
         return await asyncio.shield(done)  # the operator may leave, the work is done all the same
 
-    def status(self, history: int) -> HeadStatus:
+    def status(self, history: int) -> pb.HeadStatus:
         """Report what the loop does and knows, with that many of the latest queries."""
         state, rule, actions = self.state, self._rule, self._rule.actions()
-        return HeadStatus(
+        return pb.HeadStatus(
             head=self.name,
             policy=self._settings.policy,
             paused=state.paused,
@@ -348,16 +351,19 @@ class HeadLoop:
             actions=actions,
             kinds=rule.kinds(self._groups.counts()) if isinstance(rule, Bandit) else [],
             replicas=self._replicas.status(),
-            history=state.history[-history:] if history else [],
+            history=[pb.QueryPoint(**dict(point)) for point in state.history[-history:] if history],
             versions=_versions(state.history),
-            changes=list(state.changes),
+            changes=[pb.Change(**dict(change)) for change in state.changes],
         )
 
 
-def _versions(history: Sequence[QueryPoint]) -> list[VersionStatus]:
+def _versions(history: Sequence[QueryPoint]) -> list[pb.VersionStatus]:
     """Return the mean tau of the queries that lived on each version."""
     taus: dict[int, list[float]] = defaultdict(list)
     for point in history:
         if point.version is not None:
             taus[point.version].append(point.tau)
-    return [VersionStatus(number, len(taus[number]), statistics.fmean(taus[number])) for number in sorted(taus)]
+    return [
+        pb.VersionStatus(version=version, queries=len(taus[version]), tau=statistics.fmean(taus[version]))
+        for version in sorted(taus)
+    ]

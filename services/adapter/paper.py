@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from coppice.limits import SKETCH
 from coppice.signals.records import Demand, QueryRecord
 from coppice.speculation.sampling import uniform
+from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.variants import Route, Routes
-from coppice.wire.adapter import ActionStatus
 
 from .decide import Arm, Trained, Verdict
 
@@ -145,7 +145,10 @@ class Paper:
         """Let the variant draft for all texts."""
         return Routes([Route([0.0] * SKETCH, _EVERYWHERE, self.state.variant, 1.0)] if self.state.variant else [])
 
-    def actions(self) -> list[ActionStatus]:
+    def actions(self) -> list[pb.ActionStatus]:
         """Report the arms, with values in tokens/s for each unit of s."""
         state = self.state
-        return [ActionStatus(arm, state.values.get(arm), state.updates.get(arm, 0)) for arm in self._arms]
+        return [
+            pb.ActionStatus(action=arm, value=state.values.get(arm), updates=state.updates.get(arm, 0))
+            for arm in self._arms
+        ]

@@ -15,10 +15,10 @@ from coppice.errors import CoppiceError, InvalidField, from_rpc_error
 from coppice.limits import MAX_VERSION_STEP
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
+from coppice.v1 import adapter_pb2 as pb
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.weights.versions import Weights, pack_update
-from coppice.wire.adapter import ReplicaStatus
 from coppice.wire.drafter import (
     HeadDescription,
     WeightsHeader,
@@ -162,11 +162,14 @@ class Replicas:
         used = link.used
         return used is not None and not self._is_current(link) and used.weights_version >= max(1, self._live.version)
 
-    def status(self) -> list[ReplicaStatus]:
+    def status(self) -> list[pb.ReplicaStatus]:
         """Report each replica as it answered last."""
         return [
-            ReplicaStatus(
-                address, link.used is not None, link.used.weights_version if link.used else 0, self._is_current(link)
+            pb.ReplicaStatus(
+                address=address,
+                reachable=link.used is not None,
+                version=link.used.weights_version if link.used else 0,
+                current=self._is_current(link),
             )
             for address, link in sorted(self._links.items())
         ]

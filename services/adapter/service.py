@@ -18,6 +18,7 @@ import structlog
 import torch
 from grpc.aio import ServicerContext
 
+from coppice import limits
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
@@ -27,13 +28,6 @@ from coppice.rpc.server import Serving
 from coppice.telemetry import serve_metrics
 from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.versions import Weights
-from coppice.wire.adapter import (
-    read_head_name,
-    read_rollback_request,
-    read_status_request,
-    rollback_to_wire,
-    status_to_wire,
-)
 
 from .inbox import Inbox
 from .learn import Learner
@@ -51,7 +45,12 @@ class AdapterServicer:
         self._loops = {loop.name: loop for loop in loops}
 
     def _chosen(self, head: str, ready: bool = True) -> list[HeadLoop]:
-        """Return one loop by its name, or all; `ready`: they are to do something. Raises NotFound, Unavailable."""
+        """Return one loop by its name, or all; `ready`: they are to do something.
+
+        Raises InvalidField, NotFound, Unavailable.
+        """
+        if head:
+            limits.check_session("head", head)
         if head and head not in self._loops:
             raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._loops)}")
         chosen = [self._loops[head]] if head else list(self._loops.values())
@@ -61,28 +60,29 @@ class AdapterServicer:
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: ServicerContext) -> pb.GetStatusResponse:
         """Report what the loops did and know."""
-        head, history = read_status_request(request)
-        return status_to_wire([loop.status(history) for loop in self._chosen(head, ready=False)])
+        limits.check_range("history", request.history, 0, limits.MAX_HISTORY)
+        loops = self._chosen(request.head, ready=False)
+        return pb.GetStatusResponse(heads=[loop.status(request.history) for loop in loops])
 
     async def Pause(self, request: pb.PauseRequest, context: ServicerContext) -> pb.PauseResponse:
         """Stop training."""
-        for loop in self._chosen(read_head_name(request)):
+        for loop in self._chosen(request.head):
             loop.pause(True)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: ServicerContext) -> pb.ResumeResponse:
         """Train again."""
-        for loop in self._chosen(read_head_name(request)):
+        for loop in self._chosen(request.head):
             loop.pause(False)
         return pb.ResumeResponse()
 
     async def Rollback(self, request: pb.RollbackRequest, context: ServicerContext) -> pb.RollbackResponse:
         """Put earlier weights back on every replica."""
-        head, version = read_rollback_request(request)
-        chosen = self._chosen(head)
+        chosen = self._chosen(request.head)
         if len(chosen) != 1:
             raise InvalidField("head", f"say which: {', '.join(self._loops)}")
-        return rollback_to_wire(version=await chosen[0].rollback(version))
+        version = await chosen[0].rollback(request.version if request.HasField("version") else None)
+        return pb.RollbackResponse(version=version)
 
 
 _LOOKS = 5  # in the time of a lease, whoever has it

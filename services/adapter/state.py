@@ -18,7 +18,6 @@ from safetensors.torch import save
 from coppice.errors import InvalidField
 from coppice.signals.records import Stream
 from coppice.weights.versions import Weights
-from coppice.wire.adapter import Change, QueryPoint
 
 from .decide import BanditState
 from .paper import PaperState
@@ -86,6 +85,29 @@ class Versions:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"version-{number:08d}.safetensors"
+
+
+class QueryPoint(BaseModel):
+    """One query, as the adapter's status tells of it."""
+
+    query: int
+    tau: float
+    tokens_per_s: float
+    s: float
+    version: int | None
+    """None: the weights changed meanwhile"""
+    action: str
+
+
+class Change(BaseModel):
+    """One change of the weights, as the adapter's status tells of it."""
+
+    query: int
+    what: str
+    version: int
+    train_s: float
+    sync_s: float
+    why: str
 
 
 class State(BaseModel):

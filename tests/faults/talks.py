@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from coppice.limits import CHUNK_BYTES
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.wire.adapter import pause_request, resume_request, rollback_request, status_request
+from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.common import FeatureRef, Features, Fence, Rejection, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, WeightsPart, draft_request_to_wire, weights_to_wire
 from coppice.wire.generation import ChatMessage, GenerationRequest, request_to_wire
@@ -216,14 +216,14 @@ def saying(*messages: Message) -> Says:
 
 
 asking_status = saying(
-    status_request(head="", history=0),
-    status_request(head="block", history=10),
-    status_request(head="block", history=2000),
+    pb.GetStatusRequest(head="", history=0),
+    pb.GetStatusRequest(head="block", history=10),
+    pb.GetStatusRequest(head="block", history=2000),
 )
-pausing = saying(pause_request(head=""), pause_request(head="block"))
-resuming = saying(resume_request(head=""), resume_request(head="block"))
+pausing = saying(pb.PauseRequest(head=""), pb.PauseRequest(head="block"))
+resuming = saying(pb.ResumeRequest(head=""), pb.ResumeRequest(head="block"))
 rolling_back = saying(
-    rollback_request(head="", version=None),
-    rollback_request(head="block", version=0),
-    rollback_request(head="block", version=10**6),
+    pb.RollbackRequest(head="", version=None),
+    pb.RollbackRequest(head="block", version=0),
+    pb.RollbackRequest(head="block", version=10**6),
 )

@@ -14,7 +14,7 @@ from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
-from coppice.wire.adapter import Change
+from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.adapt import BUDGET, INTERVAL, Lane, adapt_line, adapt_row, judged_lanes, lanes_of, spec_for
 from lab.options import Options
@@ -56,8 +56,8 @@ def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
     lanes[0].answers = [answer(ids) for ids in own]
     other = (own[0][0] + 1) % 300
     lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
-    change = Change(3, "full", 1, train_s=2.0)
-    lanes[1].status = SimpleNamespace(changes=[change], reverts=1)  # type: ignore[assignment]
+    change = pb.Change(query=3, what="full", version=1, train_s=2.0)
+    lanes[1].status = pb.HeadStatus(changes=[change], reverts=1)
     verdicts = judged_lanes(lanes, stream, reference)
     rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
     lines = [adapt_line(row) for row in rows]

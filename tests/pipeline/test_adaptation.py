@@ -22,9 +22,9 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
-from coppice.wire.adapter import HeadStatus
 from services.adapter.push import DrafterLink
 from tests.faults.campaign.adaptation import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
@@ -76,7 +76,7 @@ def answers_are_plains(client: Client, plain: Texts, policy: str) -> None:
         assert answer.ids == ids
 
 
-def status(stack: Stack) -> list[HeadStatus]:
+def status(stack: Stack) -> list[pb.HeadStatus]:
     with AdapterClient(stack.services["adapter"].address) as adapter:
         return adapter.status(history=100)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from coppice.client.adapter import AdapterClient
+from coppice.client.adapter import STANDING_BY, AdapterClient
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import SKETCH
@@ -26,7 +26,7 @@ from coppice.rpc.channels import Dialer
 from coppice.signals.records import QueryRecord, Sample, query_to_fields, redis_key, sample_to_fields
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric, scrape
-from coppice.wire.adapter import STANDING_BY, HeadStatus
+from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.drafter import HeadDescription
 from services.adapter.__main__ import serve
 from services.adapter.push import DrafterLink
@@ -45,8 +45,8 @@ LENGTH = 24
 ALWAYS = "adapter.policy", "always"
 QUICK = {"TEST_CONSTANTS": "services.adapter.loop.POLL_S=0.2 services.adapter.service.LEASE_S=1"}
 StartService = Callable[..., Service]
-Claim = Callable[[HeadStatus], bool]
-Feed = Callable[[HeadStatus], None]
+Claim = Callable[[pb.HeadStatus], bool]
+Feed = Callable[[pb.HeadStatus], None]
 numbers = itertools.count()
 
 
@@ -110,12 +110,12 @@ class Bench:
     def add(self, stream: Literal["queries", "samples"], fields: Any) -> None:
         self.store.xadd(redis_key(HEAD, stream), fields)
 
-    def answer(self, status: HeadStatus) -> None:
+    def answer(self, status: pb.HeadStatus) -> None:
         """Two queries on the live version."""
         self.query(status.version)
         self.query(status.version)
 
-    def ask(self, status: HeadStatus) -> None:
+    def ask(self, status: pb.HeadStatus) -> None:
         """A query of one kind of text, as a drafter with the live routes would serve it."""
         kind, number = status.kinds[0] if status.kinds else None, next(numbers) // 2  # each query takes one too
         variant = kind.variant if kind and kind.share and number % 2 else kind.other if kind else 0

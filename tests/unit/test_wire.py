@@ -21,8 +21,8 @@ from coppice.errors import InvalidField
 from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.v1 import adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from coppice.wire import adapter, drafter, generation, verifier
+from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.wire import drafter, generation, verifier
 from coppice.wire.codec import CODECS, Among, AsLongAs, Conversion, Length, Within
 from coppice.wire.common import FeatureRef, Features, Fence, Rejection, Row, TopLogProbs, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, TreeDelta
@@ -136,11 +136,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     "chunk": (Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0), None, (TOP, TOP)), *ANSWER),
     "chunk with its tree": (Chunk("", (1,), (Origin.ROOT,), ("",), (), STEP_TREE, (), (OTHER_TREE,)), *ANSWER),
     "finished": (Finished("stop", 3, 4, [1, 2], [-2, 0], [5, 31], 1, 2, TIMINGS, 7, 8, 2), *ANSWER),
-    "status": (
-        [adapter.HeadStatus("a", "paper", False, adapter.STANDING_BY, 0, b"", 0, 0, 0, 0)],
-        adapter.status_to_wire,
-        adapter.read_status,
-    ),
     "model": (
         generation.ModelDescription("t", 9, 512, ("a",), ("plain", "x"), "route", 31, True, True, 4, "0.1", 1.05),
         *(generation.model_to_wire, generation.read_model),
@@ -179,7 +174,7 @@ def parts_of(message: Message) -> Iterator[Message]:
 
 MESSAGES = [
     message
-    for file in (adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2)
+    for file in (common_pb2, drafter_pb2, generation_pb2, verifier_pb2)
     for message in file.DESCRIPTOR.message_types_by_name.values()
 ]
 PARTS = [part for sent in SENT.values() for part in parts_of(through_bytes(sent))]
@@ -190,10 +185,7 @@ EXAMPLES = {part.DESCRIPTOR.full_name: part for part in PARTS}
 def test_every_field_of_the_contract_is_sent_by_a_sample() -> None:
     sent = {field.full_name for part in PARTS for field, _ in part.ListFields()}
     declared = {
-        field.full_name
-        for message in MESSAGES
-        for field in message.fields
-        if message.file is not adapter_pb2.DESCRIPTOR and not field.GetOptions().deprecated
+        field.full_name for message in MESSAGES for field in message.fields if not field.GetOptions().deprecated
     }
     assert declared - sent == set()
 
@@ -233,9 +225,8 @@ def test_any_bytes_that_are_a_message_are_read_or_refused_by_field(read: Read, d
 NAN, INF = math.nan, math.inf
 MANY = [1] * (limits.MAX_CONTEXT + 1)
 
-STEERING = {"GetStatusRequest", "PauseRequest", "ResumeRequest", "RollbackRequest"}
-BY_HAND = {"Sampling", "Tree", "TokenIds", "Chat", *STEERING}
-"""Messages that are read by hand: REFUSED below has what they refuse, as tests/unit/test_adapter_parts.py has"""
+BY_HAND = {"Sampling", "Tree", "TokenIds", "Chat"}
+"""Messages that are read by hand: REFUSED below has what they refuse"""
 OF_THE_WHOLE_MESSAGE = {"Started", "Chunk", "StepTree", "Finished", "GenerateTimings", "DescribeModelResponse"}
 """Answers of a server that the client chose: the bytes of the message are their bound"""
 ELSEWHERE = {
@@ -249,13 +240,6 @@ ELSEWHERE = {
     *("TreeDelta.q_rows", "Features.inline", "WeightsHeader.size", "WeightsHeader.parts", "GenerateRequest.text"),
     *("GenerateRequest.prediction_text", "GenerateRequest.max_new_tokens", "GenerateRequest.accept_rule"),
     *("ChatMessage.content", "ChatMessage.name", "ChatMessage.reasoning_content"),
-    # what an adapter tells its operator: by the message's bytes, or where it is read
-    "RollbackResponse.version",
-    *(f"HeadStatus.{name}" for name in ("head", "policy", "doing", "weights_hash", "actions", "kinds", "replicas")),
-    *(f"HeadStatus.{name}" for name in ("versions", "history", "changes")),
-    *("ActionStatus.action", "ReplicaStatus.address", "QueryPoint.action", "Change.what", "Change.why"),
-    # not sent any more
-    *("ActionStatus.error", "ActionStatus.samples", "ActionStatus.capacity"),
 }
 """Fields whose bound is no annotation"""
 NOT_NUMBERS = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_BOOL)
@@ -283,7 +267,7 @@ def test_every_field_is_bounded() -> None:
         for field in message.fields
         if not (field.GetOptions().deprecated or is_bounded(field))
     }
-    assert unbounded == ELSEWHERE | {"GetStatusResponse.heads"}
+    assert unbounded == ELSEWHERE
 
 
 def set_field(message: Message, field: FieldDescriptor, value: Any) -> None:
