@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
-from coppice.engine.rows import Earlier, PackedBatch, Piece, RowTable, ancestors, pack
+from coppice.engine.rows import PackedBatch, Piece, RowTable, ancestors, pack
 from coppice.engine.steps import Bucket, StepInputs
 
 BLOCK_SIZE = 8
@@ -63,8 +63,6 @@ def filled_pool(shape: Shape, tokens: int) -> KVPool:
 def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: int = 0) -> Piece:
     """Rows of a tree behind `prefix` tokens, of which earlier forwards wrote the first `earlier`."""
     depths = depths_of(parents)
-    visible = ancestors(parents)[earlier:, :earlier]
-    positions = np.array(depths[:earlier], np.int64) + prefix
     return Piece(
         table=table,
         prefix_len=prefix,
@@ -72,7 +70,7 @@ def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: 
         parents=[max(-1, parent - earlier) for parent in parents[earlier:]],
         depths=depths[earlier:],
         keep=[0],
-        earlier=Earlier(visible, positions) if earlier else None,
+        earlier=(ancestors(parents)[earlier:, :earlier], np.array(depths[:earlier], np.int64) + prefix),
     )
 
 

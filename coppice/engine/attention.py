@@ -1,10 +1,10 @@
 """Packed tree attention for any Hugging Face causal LM that uses the attention interface.
 
-An `Attention` knows which keys the rows of one forward see; `sdpa`, `ordered` and `steps` have one each. It reaches the
-layers as the mask: a model asks the registered mask function for a mask, once for each kind of layer, and hands what it
-gets to every layer's attention. So it reaches every class (keyword arguments do not: StableLM and Nemotron drop them),
-and a layer's window is that of its mask, which is what the stock kernels obey (PhiMoE windows its mask and tells its
-attention nothing).
+An `Attention` knows which keys the rows of one forward see: `sdpa` here and `ordered` make one for the CPU, and
+`StepInputs` is one for a device. It reaches the layers as the mask: a model asks the registered mask function for a
+mask, once for each kind of layer, and hands what it gets to every layer's attention. So it reaches every class (keyword
+arguments do not: StableLM and Nemotron drop them), and a layer's window is that of its mask, which is what the stock
+kernels obey (PhiMoE windows its mask and tells its attention nothing).
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from coppice.engine.kv_cache import KVShape
+from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.engine.rows import Tail
 from coppice.errors import CoppiceError, Status
 
 NAME = "coppice_packed"
@@ -61,34 +63,102 @@ class Attention(Protocol):
         """
 
 
-S = TypeVar("S")
+class Plan(Protocol):
+    """How some rows attend in layers of one kind."""
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend, of these rows."""
 
 
-def in_groups(
-    sessions: Sequence[S], counts: Sequence[int], most: int, make: Callable[[Sequence[S]], Attention]
-) -> Attention:
-    """Sessions that attend at once, but those of more than `most` rows alone: others would be padded to them.
+class InTurn:
+    """Parts of the rows that attend one after the other, each by a plan for every kind of layer that it meets.
 
-    counts: their rows. make: how a group attends.
+    A part reads what earlier ones stored: it may be of the same session.
     """
-    if len(sessions) == 1 or max(counts) <= most:
-        return make(sessions)
-    alone = [number if count > most else -1 for number, count in enumerate(counts)]
-    groups = [list(numbers) for _, numbers in groupby(range(len(counts)), alone.__getitem__)]
-    parts = [make([sessions[number] for number in numbers]) for numbers in groups]
-    return _Parts(parts, [sum([counts[number] for number in numbers]) for numbers in groups])
 
-
-class _Parts:
-    """Groups of sessions that attend one by one, in the order of the rows."""
-
-    def __init__(self, parts: Sequence[Attention], counts: Sequence[int]) -> None:
-        self._parts, self._counts = parts, counts
+    def __init__(self, counts: Sequence[int], plan: Callable[..., Plan]) -> None:
+        """counts: the parts' rows. plan: of (part, window, query heads a key head, key heads, D, V)."""
+        self._counts, self._plan = counts, plan
+        self._plans: dict[tuple[int | None, ...], list[Plan]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attention.attend."""
+        (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
+        kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
+        if (plans := self._plans.get(kind)) is None:
+            plans = self._plans[kind] = [self._plan(part, *kind) for part in range(len(self._counts))]
+        if len(plans) == 1:
+            return plans[0].attend(layer, query, key, value)
         inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
-        return torch.cat([part.attend(layer, *some) for part, *some in zip(self._parts, *inputs, strict=True)], dim=1)
+        return torch.cat([plan.attend(layer, *rows) for plan, *rows in zip(plans, *inputs, strict=True)], dim=1)
+
+
+def sdpa(tails: Sequence[Tail], pool: KVPool) -> Attention:
+    """Attend on the CPU by torch's own kernel, session by session, which sums in whatever order is fastest."""
+    return InTurn([len(tail.visible) for tail in tails], lambda part, *kind: _Sdpa(tails[part], pool, *kind))
+
+
+class _Sdpa:
+    """One session's rows: keys are read as a view of the pool, or gathered where its blocks are not neighbours."""
+
+    def __init__(
+        self, tail: Tail, pool: KVPool, window: int | None, group: int, kv_heads: int, dim: int, value_dim: int
+    ) -> None:
+        self._pool, self._group, self._kv_heads = pool, group, kv_heads
+        count, length, table = len(tail.visible), tail.length, tail.table
+        low = 0 if window is None else max(0, tail.prefix + 1 - window)  # keys before every row's window are not read
+        self._viewed = table.consecutive
+        if self._viewed:
+            start = int(table.blocks[0]) * pool.block_size
+            self._written, self._read = pool.read(start + length - count, count), pool.read(start + low, length - low)
+        else:
+            self._slots = torch.from_numpy(table.slots(np.arange(low, length)))
+        seen = tail.sees(window)[:, low:]
+        self._mask: Tensor | None = None  # (G * N, L) of 0 and -inf: SDPA would convert booleans in every layer
+        if not seen.all():
+            mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+            self._mask = mask.to(pool.dtype).repeat(group, 1)
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend, of these rows."""
+        keys, values = self._store(2 * layer.number, key), self._store(2 * layer.number + 1, value)
+        # The query heads of one key head become rows of one head, so that keys are never repeated.
+        query = query.reshape(1, self._kv_heads, -1, query.shape[-1])  # (1, KVH, G * N, D)
+        if layer.softcap is None and layer.sinks is None:
+            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=self._mask, scale=layer.scaling)
+        else:
+            out = _attend_by_operators(layer, query, keys, values, self._mask)
+        out = out.view(1, self._kv_heads, self._group, -1, out.shape[-1]).permute(0, 3, 1, 2, 4)
+        return out.reshape(1, out.shape[1], -1, out.shape[-1])
+
+    def _store(self, number: int, new: Tensor) -> Tensor:
+        """Write (1, KVH, N, D) to the key or value of this number, and read (1, KVH, L, D)."""
+        if self._viewed:
+            self._written[number].copy_(new)
+            return self._read[number]
+        stored = self._pool.layers[number // 2][number % 2]
+        stored.index_copy_(0, self._slots[-new.shape[2] :], new[0].transpose(0, 1))
+        return stored.index_select(0, self._slots).transpose(0, 1)[None]
+
+
+def _attend_by_operators(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention with a softcap or sinks, which torch's own function does not do: G query heads for each key head, whose
+    rows lie one behind the other. `mask` is added to the scores.
+
+    query (1, KVH, G * N, D), key (1, KVH, L, D), value (1, KVH, L, V), mask (G * N, L) -> (1, KVH, G * N, V).
+    """
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling)
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap  # before the mask, as the models that cap do
+    if mask is not None:
+        scores = scores + mask
+    if layer.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    _, kv_heads, rows, _ = scores.shape
+    by_head = layer.sinks.view(kv_heads, -1, 1)
+    by_row = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(1, kv_heads, rows, 1)
+    with_sink = torch.cat((scores, by_row.to(scores.dtype)), dim=-1)
+    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
 @dataclass(frozen=True)

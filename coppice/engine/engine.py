@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coppice.config.model import GIB
-from coppice.engine.attention import read_layout
+from coppice.engine.attention import read_layout, sdpa
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
 from coppice.engine.ordered import by_row, ordered
 from coppice.engine.rows import PackedBatch, Piece, RowTable, pack
-from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 

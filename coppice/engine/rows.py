@@ -33,17 +33,6 @@ TILE = 64
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """Rows of a tree that earlier forwards wrote behind the prefix: a drafter grows its tree level by level.
-
-    visible: (num_rows, E) bool, which of them each row of the piece descends from. positions: (E,) int64, absolute.
-    """
-
-    visible: Bools
-    positions: Ints
-
-
-@dataclass(frozen=True)
 class Tail:
     """One session's rows in a forward, behind `prefix` tokens that all of them see unless a window hides some.
 
@@ -73,14 +62,6 @@ class Tail:
         return seen
 
 
-def cutting(window: int | None, tails: Sequence[Tail]) -> int | None:
-    """The window; None where it hides nothing from any row."""
-    if window is None:
-        return None
-    last = max(int(tail.positions[-len(tail.visible) :].max()) for tail in tails if tail.positions is not None)
-    return window if window <= last else None
-
-
 @dataclass(frozen=True)
 class PackedBatch:
     """Rows of all sessions of one forward, as plain CPU tensors.
@@ -104,6 +85,9 @@ class Piece:
     parents: the row *of the piece* that a row continues, always an earlier one; -1 for one that continues the prefix or
     an earlier forward's row. A prefill chunk is a chain, a draft tree is a tree with its root in the first row. depths
     counts from 0 at the first row; keep lists the rows of the piece whose logits are wanted, ascending.
+
+    A drafter grows its tree level by level. earlier: which of the E rows that earlier forwards wrote behind the prefix
+    each row descends from, (N, E) bool, and their absolute positions, (E,) int64.
     """
 
     table: BlockTable
@@ -112,7 +96,7 @@ class Piece:
     parents: Sequence[int]
     depths: Sequence[int]
     keep: Sequence[int]
-    earlier: Earlier | None = None
+    earlier: tuple[Bools, Ints] | None = None
 
     @classmethod
     def chain(cls, table: BlockTable, prefix_len: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> Piece:
@@ -147,9 +131,9 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
         tokens += piece.tokens
         visible, at = ancestors(piece.parents), np.array(piece.depths, np.int64) + piece.prefix_len
         positions.append(at)
-        if piece.earlier:
-            visible = np.concatenate((piece.earlier.visible, visible), axis=1)
-            at = np.concatenate((piece.earlier.positions, at))
+        if piece.earlier is not None:
+            visible = np.concatenate((piece.earlier[0], visible), axis=1)
+            at = np.concatenate((piece.earlier[1], at))
         tails.append(Tail(piece.table, piece.prefix_len, visible, at))
     return PackedBatch(
         tokens=torch.from_numpy(np.array(tokens, np.int64)),

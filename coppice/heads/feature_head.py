@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import Attention, Layer
+from coppice.engine.attention import Attention, Layer, sdpa
 from coppice.engine.engine import DTYPES, Timed
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import prepack
 from coppice.engine.rows import Ints, PackedBatch, RowTable, Tail
-from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, StepInputs, padded
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape

@@ -25,7 +25,7 @@ from coppice.engine.attention import one_line
 from coppice.engine.engine import Context
 from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
-from coppice.engine.rows import Earlier, Piece, pack
+from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.tree import Blocks, BlockTree, Ranking, row_slices
@@ -221,7 +221,7 @@ class LanguageModelHead(Head):
             parents=[-1] * count,
             depths=[start.depth for start in tree.starts],
             keep=range(count),
-            earlier=Earlier(tree.visible(), prefix + np.array(tree.entries, np.int64)),
+            earlier=(tree.visible(), prefix + np.array(tree.entries, np.int64)),
         )
 
 

@@ -31,13 +31,12 @@ from transformers import (
 )
 
 from coppice.engine import modules, steps
-from coppice.engine.attention import UnsupportedModel, using
+from coppice.engine.attention import UnsupportedModel, sdpa, using
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.engine.modules import fuse, merge_launches
-from coppice.engine.rows import Earlier, Piece, pack
-from coppice.engine.sdpa import sdpa
+from coppice.engine.rows import Piece, pack
 from coppice.engine.steps import Steps, TappedModel
 from tests.kernels import rotate, tree_attention
 from tests.reference import check_pool
@@ -238,9 +237,7 @@ class Levels:
         positions = np.array([len(self.prefix) + self.tree.depths[row] for row in done], np.int64)
         tokens = [self.tree.tokens[row] for row in rows]
         unlinked, depths = [-1] * len(rows), [level] * len(rows)
-        return Piece(
-            self.table, len(self.prefix), tokens, unlinked, depths, range(len(rows)), Earlier(visible, positions)
-        )
+        return Piece(self.table, len(self.prefix), tokens, unlinked, depths, range(len(rows)), (visible, positions))
 
     def expected(self, name: str, level: int) -> Tensor:
         """(rows, V) from a plain causal forward over prefix and path of each row."""

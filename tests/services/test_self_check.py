@@ -20,11 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from coppice.engine import rows as rows_module
 from coppice.engine import self_check as check_module
-from coppice.engine.attention import Layer
+from coppice.engine.attention import InTurn, Layer
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.ordered import Ordered
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
-from coppice.engine.sdpa import Sdpa
 from coppice.engine.self_check import (
     NotInvariant,
     SelfCheckError,
@@ -41,11 +39,8 @@ TREE_ROWS = 12
 def attending(patch: Patch, change: Callable[..., Tensor]) -> None:
     """change: (attend, layer, query, key, value) -> what the layer attends to."""
 
-    def changed(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda attention, layer, *inputs: change(partial(real, attention), layer, *inputs)
-
-    for kind in (Sdpa, Ordered):
-        patch.setattr(kind, "attend", changed(kind.attend))
+    real = InTurn.attend
+    patch.setattr(InTurn, "attend", lambda attention, *inputs: change(partial(real, attention), *inputs))
 
 
 def of_layers(change: Callable[[Layer], Layer]) -> Callable[[Patch], None]:

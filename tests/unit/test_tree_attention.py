@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from coppice.engine.attention import Layer
+from coppice.engine.attention import Layer, sdpa
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import Piece, ancestors, pack
-from coppice.engine.sdpa import sdpa
 from coppice.engine.steps import Bucket, StepInputs
 from tests.kernels import compiled_for_hopper, interpreter, tree_attention
 from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
