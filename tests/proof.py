@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.machine import this_machine
-from tests.faults.campaign.run import every
+from tests.faults.campaign.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, RESULT, LOGS = Path("docs/proof.json"), Path("docs/proof.md"), Path(".proof")
@@ -48,7 +48,7 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "ray": (*PYTEST, *3 * ("tests/ray/test_ray_app.py",)),
     **{
         f"faults {group}": (*FAULTS_OF, group, "--json", str(LOGS / f"faults {group}.json"))
-        for group in dict.fromkeys(one.group for one in every())
+        for group in dict.fromkeys(scenario.group for scenario in SCENARIOS)
     },
     "faults under mutual TLS": (
         *(sys.executable, "-m", "tests.faults", "--tls", "--repeat", "3"),

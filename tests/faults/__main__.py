@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from lab.measuring import finish, report_of
+from coppice.stack.spec import StackSpec
+from lab.measuring import clean_check, finish, report_of
 from lab.options import JsonFile, Options
-from lab.report import table
+from lab.report import Report, table
 from tests.certificates import Authority
-from tests.faults.campaign.report import add_faults
-from tests.faults.campaign.rig import Plan
-from tests.faults.campaign.run import campaign, choose, every
+from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
+from tests.faults.campaign.scenarios import QUICK, SCENARIOS, choose
 from tests.tiny_stack import ONE_THREAD_EACH, tiny_stack
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def campaign(
+    spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, report: Report, say: Callable[[str], object]
+) -> None:
+    """Run scenarios on a stack and add a row of each and their checks; a row is said when it is done."""
+
+    async def run_all() -> None:
+        rig = await Rig.on(stack, proxies, plan)
+        for scenario in scenarios:
+            row = await rig.run(scenario)
+            say(row.line)
+            report.rows.append(row.to_json())
+            report.checks += [check for check in row.to_checks() if not check.ok or check in row.checks]
+
+    with proxied(spec, plan.tls) as (stack, proxies):
+        asyncio.run(run_all())
+    report.checks.append(clean_check(stack))
 
 
 @app.command()
@@ -42,7 +63,7 @@ def faults(
     """
     console = Console()
     if listed:
-        lines = [{"fault": each.name, "group": each.group, "proves": each.proves} for each in every()]
+        lines = [{"fault": each.name, "group": each.group, "proves": each.proves} for each in SCENARIOS]
         console.print(table("faults", lines))
         return
     with tempfile.TemporaryDirectory(prefix="coppice-faults-") as made:
@@ -53,9 +74,11 @@ def faults(
         plan = Plan(repeat=repeat, tls=Authority(folder / "certificates") if tls else None)
         if plan.tls:
             os.environ["COPPICE_TLS__CA"] = str(plan.tls.folder / "ca.pem")  # clients need no certificate
-        report = report_of("faults", spec)
-        rows, report.checks = campaign(spec, choose(kinds or []), plan, folder, console.print)
-        add_faults(report, rows)
+        report, scenarios = report_of("faults", spec), choose(kinds or [])
+        adapting = replace(spec, adapt=True, extra={"adapter": {**QUICK, "adapter.folder": folder / "adapter"}})
+        for stack_spec in (spec, adapting):
+            if chosen := [scenario for scenario in scenarios if scenario.adapts == stack_spec.adapt]:
+                campaign(stack_spec, chosen, plan, report, console.print)
     finish(console, report, json_file)
 
 

@@ -26,7 +26,7 @@ from coppice.v1 import adapter_pb2 as pb
 from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.push import DrafterLink
-from tests.faults.campaign.adaptation import QUICK
+from tests.faults.campaign.scenarios import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
 from tests.signals import eventually

@@ -32,7 +32,7 @@ from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
 from services.adapter.push import DrafterLink
 from tests.certificates import Authority
-from tests.faults.campaign.adaptation import QUICK
+from tests.faults.campaign.scenarios import QUICK
 from tests.mortal_head import DIES, FAILS
 from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target

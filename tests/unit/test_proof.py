@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coppice.cli import app
-from tests.faults.campaign.report import FaultRow
+from tests.faults.campaign.rig import FaultRow
 from tests.proof import CAMPAIGNS, RESULT, ROOT, main, prove
 
 # Counts its runs; fails while a file `FOLDER/fail` is there, proves nothing while `FOLDER/weak` is.

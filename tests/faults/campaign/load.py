@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from coppice.client.client import AsyncClient, Attempts, Client, Options, Prompt
-from coppice.client.completion import Accumulator, StreamEvent
-from coppice.errors import CoppiceError
+from coppice.client.client import AsyncClient, Client, Options
+from coppice.client.completion import StreamEvent
+from coppice.errors import CoppiceError, Overloaded
 from coppice.speculation.sampling import SamplingParams
-from coppice.wire.generation import Chunk, Finished, Origin
+from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab.questions import own_prompts
-from tests.faults.campaign.history import History
 
 PROMPT_LENGTH = 48  # characters or ids
 REQUEST_S = 60.0  # after which a request has failed
@@ -37,11 +36,15 @@ Answers = Mapping[Question, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Stream:
-    """One request as its client saw it. Times are time.monotonic()."""
+    """One request as its client saw it. Times are time.monotonic().
+
+    As in etcd's robustness tests, what came from servers is noted while faults happen, and judged when all is over.
+    """
 
     expected: tuple[int, ...]
-    began: float
+    began: float = field(default_factory=time.monotonic)
     ids: list[int] = field(default_factory=list)
+    """what the client was handed"""
     arrivals: list[float] = field(default_factory=list)
     """when tokens came"""
     drafted: int = 0
@@ -51,22 +54,42 @@ class Stream:
     """why it failed"""
     left: bool = False
     """its client went away on purpose"""
-    history: History = field(default_factory=History)
-    """everything that came, whichever attempt it was of"""
+    retry_after_s: float = 0.0
+    """of one that was refused because there are too many"""
+    broken: list[str] = field(default_factory=list)
+    """rules that servers broke"""
+    received: list[int] = field(default_factory=list)
+    """what servers sent, whichever attempt it was of"""
+    held: int | None = None
+    """how many tokens the attempt under way was told to go on behind"""
+    finished: bool = False
 
-    def hear(self, event: StreamEvent) -> None:
-        """Note the tokens that came."""
+    def hear(self, event: StreamEvent, held: int) -> None:
+        """Note what a server sent: attempts go on behind what was received, and nothing follows the one end."""
+        kind = type(event).__name__.lower()
+        if self.finished:
+            self.broken.append(f"{kind} after the end")
+        if isinstance(event, Started):
+            if held != len(self.received):
+                self.broken.append(f"an attempt went on behind {held} tokens, {len(self.received)} were received")
+            self.held = held
+        elif self.held is None:
+            self.broken.append(f"{kind} before the answer started")
         if isinstance(event, Chunk):
-            self.ids += event.ids
+            self.received += event.ids
             self.arrivals.append(time.monotonic())
             self.drafted += sum(origin is Origin.DRAFT for origin in event.origins)
+        if isinstance(event, Finished):
+            self.finished, made = True, len(self.received) - (self.held or 0)
+            if event.new_tokens != made:
+                self.broken.append(f"the end says {event.new_tokens} tokens, {made} were received")
 
     @property
     def wrong(self) -> int:
         """Tokens that are not plain's; of a complete answer also those that are missing."""
-        differing = sum(token != wanted for token, wanted in zip(self.ids, self.expected, strict=False))
-        surplus = max(0, len(self.ids) - len(self.expected))
-        return differing + surplus + (max(0, len(self.expected) - len(self.ids)) if self.complete else 0)
+        differing = sum(token != right for token, right in zip(self.ids, self.expected, strict=False))
+        missing = len(self.expected) - len(self.ids)
+        return differing + max(0, -missing) + (max(0, missing) if self.complete else 0)
 
     @property
     def complete(self) -> bool:
@@ -76,7 +99,8 @@ class Stream:
     @property
     def violations(self) -> list[str]:
         """What in its history breaks a rule."""
-        return self.history.violations(self.expected, self.complete)
+        other = self.complete and self.ids != self.received
+        return self.broken + ["its client was handed other tokens than came"] * other
 
     def silence(self, since: float, until: float) -> float:
         """The longest it went without a new token between two times, seconds; its end counts as one."""
@@ -85,27 +109,8 @@ class Stream:
         return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
-class HistoryClient(AsyncClient):
-    """A client whose streams are recorded."""
-
-    _into: History
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    def recorded(self, history: History, prompt: Prompt, options: Options) -> AsyncIterator[StreamEvent]:
-        """As `stream`; every event is noted in the history."""
-        self._into = history
-        return self.stream(prompt, **options)
-
-    def _call(self, caller: str, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
-        call, answer = super()._call(caller, prompt, options)
-        self._into.follow(call)
-        return call, answer
-
-
 async def ask(
-    client: HistoryClient,
+    client: AsyncClient,
     question: Question,
     stream: Stream,
     policy: str = "",
@@ -123,22 +128,28 @@ async def ask(
         "ignore_eos": True,
         "timeout": REQUEST_S,
     }
+    call, _ = client._call("stream", question.prompt, options)
+    hear = call.hear
+
+    def noted(event: StreamEvent) -> StreamEvent | None:
+        stream.hear(event, len(call.message.resume_ids))
+        return hear(event)
+
+    call.hear = noted  # type: ignore[method-assign]
     try:
-        finished = False
-        events = client.recorded(stream.history, question.prompt, options)
-        async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
+        async with contextlib.aclosing(client._events(call)) as answer:
             async for event in answer:
-                finished = finished or isinstance(event, Finished)
-                stream.hear(event)
+                stream.ids += event.ids if isinstance(event, Chunk) else ()
                 if leaves(event):
                     stream.left = True
                     break
                 if pause_s:
                     await asyncio.sleep(pause_s)
-        if not (finished or stream.left):
+        if not (stream.finished or stream.left):
             stream.failure = "the stream ended without its last event"
     except CoppiceError as error:
         stream.failure = f"{error.status.name}: {error}"
+        stream.retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
     except asyncio.CancelledError:
         stream.left = True
         raise
@@ -149,35 +160,22 @@ async def ask(
 def questions(address: str, prompts: int) -> list[Question]:
     """Short prompts, each to be answered greedily and by a seeded draw at T=1."""
     with Client(address) as client:
-        texts = [one.prompt[:PROMPT_LENGTH] for one in own_prompts(client.describe(), prompts)]
+        texts = [text.prompt[:PROMPT_LENGTH] for text in own_prompts(client.describe(), prompts)]
     draws = (SamplingParams(), SamplingParams(temperature=1.0, seed=11))
     return [Question(text, sampling) for text in texts for sampling in draws]
 
 
 async def plain_answers(address: str, asked: Iterable[Question], new_tokens: int) -> dict[Question, tuple[int, ...]]:
     """What plain decoding says to each question. Raises what a request is refused with."""
-    gate = asyncio.Semaphore(8)
+    gate, options = asyncio.Semaphore(8), {"policy": "plain", "max_new_tokens": new_tokens, "ignore_eos": True}
     async with AsyncClient(address) as client:
 
-        async def one(question: Question) -> tuple[Question, tuple[int, ...]]:
+        async def answer(question: Question) -> tuple[Question, tuple[int, ...]]:
             async with gate:
-                answer = await client.generate(
-                    question.prompt,
-                    policy="plain",
-                    sampling=question.sampling,
-                    max_new_tokens=new_tokens,
-                    ignore_eos=True,
-                )
-            return question, answer.ids
+                answered = await client.generate(question.prompt, sampling=question.sampling, **options)  # type: ignore[arg-type]
+            return question, answered.ids
 
-        return dict(await asyncio.gather(*map(one, asked)))
-
-
-def rotated(address: str, by: int) -> str:
-    """The same addresses in another order, so that sessions start on all orchestrators."""
-    parts = address.split(",")
-    by %= len(parts)
-    return ",".join(parts[by:] + parts[:by])
+        return dict(await asyncio.gather(*map(answer, asked)))
 
 
 class Load:
@@ -186,10 +184,15 @@ class Load:
     Leaving it lets the requests that run come to their end.
     """
 
-    def __init__(self, address: str, answers: Answers, sessions: int, policy: str = "") -> None:
+    def __init__(
+        self, address: str, answers: Answers, sessions: int, policy: str = "", *, most: float = float("inf")
+    ) -> None:
+        """`most`: requests in all."""
         self.streams: list[Stream] = []
-        self._address, self._answers, self._sessions, self._policy = address, answers, sessions, policy
-        self._stopping = False
+        self.refused = 0
+        """requests that were refused because there are too many, and are asked again when the server said so"""
+        self._address, self._answers, self._sessions, self._policy = address, list(answers.items()), sessions, policy
+        self._most, self._stopping = most, False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -202,15 +205,14 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    @property
-    def running(self) -> list[Stream]:
-        """Requests that have not ended."""
-        return [stream for stream in self.streams if stream.ended is None]
+    async def done(self) -> None:
+        """Wait until all `most` requests have ended."""
+        await asyncio.gather(*self._tasks)
 
     @property
     def answering(self) -> list[Stream]:
-        """Those of them with a first token."""
-        return [stream for stream in self.running if stream.ids]
+        """Requests that have not ended and have a first token."""
+        return [stream for stream in self.streams if stream.ended is None and stream.ids]
 
     @property
     def tokens(self) -> int:
@@ -218,13 +220,16 @@ class Load:
         return sum(len(stream.ids) for stream in self.streams)
 
     async def _session(self, number: int) -> None:
-        asked = list(self._answers.items())
-        async with HistoryClient(rotated(self._address, number)) as client:
-            while not self._stopping:
-                question, expected = asked[number % len(asked)]
-                stream = Stream(expected, time.monotonic())
+        async with AsyncClient(self._address) as client:
+            while not self._stopping and len(self.streams) < self._most:
+                question, expected = self._answers[number % len(self._answers)]
+                stream = Stream(expected)
                 self.streams.append(stream)
                 await ask(client, question, stream, self._policy)
                 number += self._sessions + 1  # the next one draws the other way
-                if stream.failure:
+                if stream.retry_after_s:
+                    self.refused += 1
+                    self.streams.remove(stream)
+                    await asyncio.sleep(stream.retry_after_s)
+                elif stream.failure:
                     await asyncio.sleep(0.1)  # what refuses at once is not to be asked ten thousand times

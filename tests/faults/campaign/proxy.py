@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable
-from types import TracebackType
-from typing import Self, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Coroutine
+from typing import Any
 
 _HOST = "127.0.0.1"
 _PIECE = 64 << 10
@@ -19,8 +16,7 @@ class _Proxy:
     """One listening port whose connections go on to an upstream address."""
 
     def __init__(self, upstream: str) -> None:
-        host, _, port = upstream.rpartition(":")
-        self._upstream = host, int(port)
+        self._upstream = upstream.rpartition(":")
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self.port, self.delay_s = 0, 0.0
@@ -31,7 +27,6 @@ class _Proxy:
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
-        """End every connection and refuse new ones."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -39,18 +34,19 @@ class _Proxy:
             writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
+        writers = [writer]
         try:
+            self._open.add(writer)
             with contextlib.suppress(OSError):
-                onward_reader, onward = await asyncio.open_connection(*self._upstream)
+                onward_reader, onward = await asyncio.open_connection(self._upstream[0], int(self._upstream[2]))
+                writers.append(onward)
                 self._open.add(onward)
                 pumps = [self._pump(reader, onward), self._pump(onward_reader, writer)]
-                try:
-                    await asyncio.wait([asyncio.create_task(pump) for pump in pumps])
-                finally:
-                    self._end(onward)
+                await asyncio.wait([asyncio.create_task(pump) for pump in pumps])
         finally:
-            self._end(writer)
+            self._open.difference_update(writers)
+            for end in writers:
+                end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on what comes until one side ends; then the other ends too."""
@@ -65,13 +61,9 @@ class _Proxy:
         finally:
             writer.close()
 
-    def _end(self, writer: asyncio.StreamWriter) -> None:
-        self._open.discard(writer)
-        writer.transport.abort()
 
-
-class Proxies:
-    """A proxy before each process, all on one thread of their own: a context manager.
+class Proxies(contextlib.AbstractContextManager["Proxies"]):
+    """A proxy before each process, all on one thread of their own.
 
     Called with a process's name and HOST:PORT it gives the address to reach it by (`via` of a Stack).
     """
@@ -80,12 +72,9 @@ class Proxies:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
         self._proxies: dict[str, _Proxy] = {}
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in self._proxies:
             self.cut(name)
         self._do(asyncio.sleep(0.05))  # the connections' tasks end
@@ -112,8 +101,5 @@ class Proxies:
         """Hold back whatever passes, each way, by as much."""
         self._proxies[name].delay_s = seconds
 
-    def _do(self, work: Awaitable[T]) -> T:
-        async def done() -> T:
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(done(), self._loop).result(10)
+    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)

@@ -1,4 +1,4 @@
-"""A stack under faults: its load, what is done to its processes, and that nothing is left behind."""
+"""A stack under faults: its load, what is done to its processes, what came of it, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,32 +7,121 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import grpc
+import numpy as np
 import psutil
 
-from coppice.errors import CoppiceError
+from coppice.client.client import AsyncClient
+from coppice.errors import CoppiceError, from_rpc_error
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import MODULES, Stack
+from coppice.stack.process import Ready
 from coppice.stack.spec import StackSpec
+from coppice.v1 import verifier_pb2
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
+from coppice.wire.verifier import read_target
+from lab.report import Check
+from services.adapter.push import DrafterLink
 from tests.certificates import Authority
-from tests.faults.campaign.calls import Held, held
-from tests.faults.campaign.load import Answers, Load, plain_answers, questions
+from tests.faults.campaign.load import Answers, Load, Stream, plain_answers, questions
 from tests.faults.campaign.proxy import Proxies
-from tests.faults.campaign.report import LIMIT_S, FaultRow
 
 Fault = Literal["kill", "stop", "cut", "term"]
-Run = Callable[["Rig", FaultRow], Awaitable[None]]
+Run = Callable[["Rig", "FaultRow", int], Awaitable[None]]
+"""one repetition, by its number"""
 
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+LIMIT_S = 5.0  # recovery p99 may take as long
 PROMPTS = 6
 START_S = 20.0  # in which a load has to be under way
 SETTLE_S = 10.0  # in which everything has to be let go of
 MORE_FILES, MORE_THREADS = 8, 4  # a channel that reconnects just now; a leak grows with every repetition
-WINDOW_S = 5.0  # for which a throughput is measured
-_POLL_S = 0.02
-_HOLD_S = LIMIT_S + 1.0
+POLL_S = 0.02
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
+
+
+@dataclass(slots=True)
+class FaultRow:
+    """What one fault did, over all its repetitions."""
+
+    fault: str
+    repetitions: int = 0
+    requests: int = 0
+    failed: int = 0
+    wrong: int = 0
+    """tokens that are not plain's"""
+    tokens: int = 0
+    drafted: int = 0
+    """tokens that were accepted drafts"""
+    recoveries: list[float] = field(default_factory=list)
+    """of every affected stream, the longest it went without a new token from the fault on, seconds"""
+    leaks: list[str] = field(default_factory=list)
+    weak: list[str] = field(default_factory=list)
+    """why a repetition proves nothing"""
+    failures: list[str] = field(default_factory=list)
+    """what requests failed with, each said once"""
+    violations: list[str] = field(default_factory=list)
+    """what in clients' histories breaks a rule"""
+    checks: list[Check] = field(default_factory=list)
+    """what this fault promises besides"""
+
+    def count(self, streams: Sequence[Stream]) -> None:
+        """Take in requests that ended."""
+        self.requests += sum(not stream.left for stream in streams)
+        self.failed += sum(bool(stream.failure) for stream in streams)
+        self.wrong += sum(stream.wrong for stream in streams)
+        self.tokens += sum(len(stream.ids) for stream in streams)
+        self.drafted += sum(stream.drafted for stream in streams)
+        self.violations += [violation for stream in streams for violation in stream.violations]
+        self.failures += sorted({stream.failure for stream in streams if stream.failure} - {*self.failures})
+
+    def recovered(self, streams: Iterable[Stream], since: float, until: float) -> None:
+        """Note how long the streams that were under way between two times were silent."""
+        affected = [stream for stream in streams if (stream.ended or until) > since and stream.began < until]
+        self.recoveries += [stream.silence(since, until) for stream in affected]
+
+    def to_checks(self) -> list[Check]:
+        """Nothing failed, nothing wrong, back in time, nothing left behind, and the load was worth the name."""
+        promises = {
+            "failed requests": (self.failed, self.failures),
+            "wrong tokens": (self.wrong, []),
+            "broken histories": (len(self.violations), self.violations),
+            "left behind": (len(self.leaks), self.leaks),
+            "repetitions that prove nothing": (len(self.weak), self.weak),
+        }
+        checks = [
+            Check(f"{self.fault}: {name}", count, "0", count == 0, "; ".join(reasons[:3]))
+            for name, (count, reasons) in promises.items()
+        ]
+        recovery = Check.at_most(f"{self.fault}: recovery p99, s", percentile(self.recoveries, 0.99), LIMIT_S)
+        return [*checks, recovery, *self.checks]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it held."""
+        return all(check.ok for check in self.to_checks())
+
+    @property
+    def line(self) -> str:
+        """What came of it, and which checks failed."""
+        failed = [check for check in self.to_checks() if not check.ok]
+        reasons = "".join(f"; {check.name}: {check.value:g} ({check.note or check.bound})" for check in failed)
+        figures = f"{self.requests} requests, {self.failed} failed, {self.wrong} wrong"
+        recovery = f"recovery p99 {percentile(self.recoveries, 0.99):.2f} s"
+        return f"{self.fault} {'FAILED' if failed else 'ok'}, {self.repetitions} times: {figures}, {recovery}{reasons}"
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of a report's rows."""
+        recovery = {f"recovery_p{number}_s": percentile(self.recoveries, number / 100) for number in (50, 99)}
+        return asdict(self) | recovery | {"ok": self.ok}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +141,46 @@ class Plan:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One fault, done `repeat` times."""
+    """One fault."""
 
     name: str
     group: str
     proves: str
     run: Run
     adapts: bool = False
-    """whether it needs an adapter for them, and Redis"""
+    """whether it needs an adapter, and Redis"""
+    every: int = 1
+    """it is done once for so many of the planned repetitions"""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds for its clients."""
+
+    sessions: int
+    opened: int = 0
+    """sessions that were opened and not closed"""
+    kv_tokens: int = 0
+
+
+async def held(ready: Ready, dialer: Dialer) -> Held:
+    """What a process holds now; the dialer's certificate is an orchestrator's. Raises CoppiceError."""
+    if ready.role == "drafter":
+        async with DrafterLink(ready.address, dialer) as link:
+            head = await link.describe()
+        return Held(head.sessions, head.sessions_opened - head.sessions_closed)
+    if ready.role == "orchestrator":
+        async with AsyncClient(ready.address) as client:
+            return Held((await client.describe(LIMIT_S)).running)
+    if ready.role == "adapter":
+        return Held(0)
+    async with dialer.open(ready.address) as channel:
+        request = verifier_pb2.DescribeTargetRequest()
+        try:
+            target = read_target(await VerifierServiceStub(channel).DescribeTarget(request, timeout=LIMIT_S))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+    return Held(target.sessions, target.sessions_opened - target.sessions_closed, target.kv_tokens_used)
 
 
 @dataclass
@@ -70,8 +191,7 @@ class Rig:
     proxies: Proxies
     plan: Plan
     answers: Answers
-    _all: tuple[str, ...] = ()
-    _idle: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    idle: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """open files and threads of each process whenever it was idle, by pid"""
 
     @classmethod
@@ -79,7 +199,7 @@ class Rig:
         """Ask plain decoding everything once, and see what an idle stack looks like."""
         asked = await asyncio.to_thread(questions, stack.address.split(",")[0], PROMPTS)
         answers = await plain_answers(stack.address.split(",")[0], asked, plan.new_tokens)
-        rig = cls(stack, proxies, plan, answers, tuple(stack.services))
+        rig = cls(stack, proxies, plan, answers)
         async with rig.load() as load:  # every path has been used once before files and threads are counted
             await rig.until(lambda: load.tokens >= plan.sessions * plan.new_tokens, START_S)
         await rig.leaks()
@@ -87,15 +207,13 @@ class Rig:
 
     def names(self, role: str) -> list[str]:
         """The processes of a role."""
-        return [name for name, ready in self.stack.services.items() if ready.role == role]
-
-    def pid(self, name: str) -> int:
-        """Of a process."""
-        return self.stack.services[name].pid
+        return [name for name, process in self.stack.processes.items() if process.role == role]
 
     def runs(self, name: str) -> bool:
-        """Whether a process has not ended."""
-        return name in self.stack.services and runs(self.pid(name))
+        """Whether a process has not ended; a child that ended stays a zombie until it is waited for."""
+        with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+            return psutil.Process(self.stack.services[name].pid).status() != psutil.STATUS_ZOMBIE
+        return False
 
     def load(self, policy: str = "") -> Load:
         """As many sessions as planned; by default under the policy that the stack was told."""
@@ -112,28 +230,27 @@ class Rig:
         while not holds():
             if time.monotonic() > until:
                 return False
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
         return True
 
     async def run(self, scenario: Scenario) -> FaultRow:
         """All repetitions of one scenario; what breaks it off counts as a failed check, and all processes are back."""
         row = FaultRow(scenario.name)
         try:
-            await scenario.run(self, row)
+            for number in range(max(1, self.plan.repeat // scenario.every)):
+                row.repetitions += 1
+                await scenario.run(self, row, number)
+                row.leaks += await self.leaks()
         except (CoppiceError, OSError, psutil.Error) as error:
             row.leaks.append(f"broken off: {' '.join(str(error).split())[:300]}")
-            await self.repair()
+            for name in self.stack.processes:
+                with contextlib.suppress(KeyError):  # nobody reaches an adapter by a proxy
+                    self.proxies.heal(name)
+                if self.runs(name):
+                    os.kill(self.stack.services[name].pid, signal.SIGCONT)
+                else:
+                    await self.restart(name)
         return row
-
-    async def repair(self) -> None:
-        """Every process runs, answers and is connected again. Raises ProcessFailed."""
-        for name in self._all:
-            with contextlib.suppress(KeyError):  # nobody reaches an adapter by a proxy
-                await asyncio.to_thread(self.proxies.heal, name)
-            if self.runs(name):
-                os.kill(self.pid(name), signal.SIGCONT)
-            else:
-                await self.restart(name)
 
     # --- faults ---
 
@@ -142,66 +259,55 @@ class Rig:
         if fault == "cut":
             await asyncio.to_thread(self.proxies.cut, name)
         else:
-            numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-            os.kill(self.pid(name), numbers[fault])
+            os.kill(self.stack.services[name].pid, SIGNALS[fault])
 
     async def undo(self, fault: Fault, name: str) -> bool:
         """Bring the process back; whether it had ended well, if it was to."""
+        if fault in ("kill", "term"):
+            return await self.restart(name) or fault == "kill"
         if fault == "cut":
             await asyncio.to_thread(self.proxies.heal, name)
-        elif fault == "stop":
-            os.kill(self.pid(name), signal.SIGCONT)
         else:
-            return await self.restart(name) or fault == "kill"
+            os.kill(self.stack.services[name].pid, signal.SIGCONT)
         return True
 
     async def strike(self, row: FaultRow, fault: Fault, name: str) -> None:
-        """One repetition: a load, the fault in its midst, every stream it met to its end, everything as before."""
-        row.repetitions += 1
-        async with self.load() as load:
-            await self.under_way(row, load, [name])
-            met, began = load.answering, time.monotonic()
+        """A load, the fault in its midst, every stream it met to its end, and the process as before."""
+        async with self.watched(row, [name]) as load:
+            met = load.answering
             if len(met) < self.plan.sessions / 2:
                 row.weak.append(f"{len(met)} of {self.plan.sessions} sessions were being answered")
             await self.begin(fault, name)
             # A process that is only stopped stays so until all it held up went on without it, or the limit is over.
-            await self.until(lambda: all(stream.ended for stream in met), _HOLD_S)
-            ended = time.monotonic()
+            await self.until(lambda: all(stream.ended for stream in met), LIMIT_S + 1)
             if fault in ("stop", "cut"):
                 await self.undo(fault, name)
-        affected = [stream for stream in load.streams if (stream.ended or ended) > began and stream.began < ended]
-        row.recovered(affected, began, ended)
-        row.count(load.streams)
         if fault in ("kill", "term") and not await self.undo(fault, name):
             row.leaks.append(f"{name} did not end well")
-        row.leaks += await self.leaks()
 
     async def under_way(self, row: FaultRow, load: Load, names: Iterable[str]) -> None:
         """Wait until the load is worth the name and these processes take part in it; else the repetition is weak."""
-        wanted = self.plan.sessions
-        if not await self.until(lambda: load.tokens >= 4 * wanted and 2 * len(load.answering) >= wanted, START_S):
+        sessions, until = self.plan.sessions, time.monotonic() + 2 * START_S
+        if not await self.until(lambda: load.tokens >= 4 * sessions and 2 * len(load.answering) >= sessions, START_S):
             row.weak.append(f"no load worth the name in {START_S:g} s")
-        until = time.monotonic() + START_S
         for name in names:
             while not (await self.held(name)).sessions:
                 if time.monotonic() > until:
                     row.weak.append(f"{name} held no session in {START_S:g} s")
                     return
-                await asyncio.sleep(_POLL_S)
-        await self.until(lambda: 2 * len(load.answering) >= wanted, 1.0)
+                await asyncio.sleep(POLL_S)
+        await self.until(lambda: 2 * len(load.answering) >= sessions, 1.0)
 
     @contextlib.asynccontextmanager
     async def watched(self, row: FaultRow, names: Iterable[str] = ()) -> AsyncIterator[Load]:
-        """One repetition of something else than a blow: a load around it, then everything as before."""
-        row.repetitions += 1
+        """A load around it, in which these processes take part; what it met goes into the row."""
         async with self.load() as load:
             await self.under_way(row, load, names)
             began = time.monotonic()
             yield load
             ended = time.monotonic()
-        row.recovered([stream for stream in load.streams if (stream.ended or ended) > began], began, ended)
+        row.recovered(load.streams, began, ended)
         row.count(load.streams)
-        row.leaks += await self.leaks()
 
     # --- what is left behind ---
 
@@ -209,63 +315,48 @@ class Rig:
         """What a process holds for its clients."""
         try:
             return await held(self.stack.services[name], self.plan.dialer("orchestrator"))
-        except CoppiceError:
+        except (CoppiceError, KeyError):
             return Held(0, opened=1)  # not known: to be asked again
 
     async def leaks(self) -> list[str]:
         """What has not been let go of in time, and which process has grown since it was first idle."""
         until = time.monotonic() + SETTLE_S
         while (left := await self._unfreed() or self._growth()) and time.monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(5 * _POLL_S)
+            await asyncio.sleep(5 * POLL_S)
         for pid, size in self._sizes().values():
-            self._idle.setdefault(pid, []).append(size)
+            self.idle.setdefault(pid, []).append(size)
         return left
 
     async def _unfreed(self) -> list[str]:
-        names = [name for name, ready in self.stack.services.items() if ready.role != "adapter"]
-        return [f"{name} holds {holds}" for name in names if not (holds := await self.held(name)).nothing]
+        return [f"{name} holds {holds}" for name in self.stack.services if (holds := await self.held(name)) != Held(0)]
 
     def _sizes(self) -> dict[str, tuple[int, tuple[int, int]]]:
         """Pid, open files and threads of each process, by name."""
         running = [name for name in self.stack.services if self.runs(name)]
-        processes = {name: psutil.Process(self.pid(name)) for name in running}
+        processes = {name: psutil.Process(self.stack.services[name].pid) for name in running}
         return {name: (one.pid, (one.num_fds(), one.num_threads())) for name, one in processes.items()}
 
     def _growth(self) -> list[str]:
         """Channels and pools are complete by the second time that a process is idle."""
         grown = []
-        for name, (pid, (files, threads)) in self._sizes().items():
-            known = self._idle.get(pid, [])[:2]
-            if len(known) == 2:
-                most_files, most_threads = (max(sizes) for sizes in zip(*known, strict=True))
-                if files > most_files + MORE_FILES:
-                    grown.append(f"{name} has {files} files open, {most_files} before")
-                if threads > most_threads + MORE_THREADS:
-                    grown.append(f"{name} has {threads} threads, {most_threads} before")
+        for name, (pid, sizes) in self._sizes().items():
+            before = self.idle.get(pid, [])[:2]
+            if len(before) == 2:
+                most = tuple(map(max, zip(*before, strict=True)))
+                if sizes[0] > most[0] + MORE_FILES or sizes[1] > most[1] + MORE_THREADS:
+                    grown.append(f"{name} has (files, threads) {sizes}, {most} before")
         return grown
 
 
-def runs(pid: int) -> bool:
-    """Whether a child of ours still runs; one that ended stays there until it is waited for."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def twofold(spec: StackSpec, tls: Authority | None = None) -> StackSpec:
-    """The same with two of everything at least, whose processes show their roles' certificates if there are any."""
-    return replace(
+@contextlib.contextmanager
+def proxied(spec: StackSpec, tls: Authority | None = None) -> Iterator[tuple[Stack, Proxies]]:
+    """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
+    spec = replace(
         spec,
         verifiers=max(2, spec.verifiers),
         replicas=max(2, spec.replicas),
         orchestrators=max(2, spec.orchestrators),
         extra={role: {**spec.extra.get(role, {}), **(tls.flags(role) if tls else {})} for role in MODULES},
     )
-
-
-@contextlib.contextmanager
-def proxied(spec: StackSpec, tls: Authority | None = None) -> Iterator[tuple[Stack, Proxies]]:
-    """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
-    with Proxies() as proxies, Stack(twofold(spec, tls), via=proxies) as stack:
+    with Proxies() as proxies, Stack(spec, via=proxies) as stack:
         yield stack, proxies
