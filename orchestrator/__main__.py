@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+from coppice.adaptation.signals import Producer, SignalMetrics
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
-from coppice.signals.producer import Producer, SignalMetrics
 from coppice.telemetry import serve_metrics
 from coppice.v1 import generation_pb2
 

@@ -11,13 +11,12 @@ from typing import TypeVar
 import grpc
 
 import coppice
+from coppice.adaptation.signals import Producer, QueryRecord
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import NEW_TOKENS
 from coppice.rpc.admission import Admission
-from coppice.signals.producer import Producer
-from coppice.signals.records import QueryRecord
 from coppice.speculation.policy import Policy, policy_names
 from coppice.v1 import generation_pb2
 from coppice.wire import generation

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
 from coppice.limits import MAX_VERSION_STEP
-from coppice.weights.versions import Weights, pack_update
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from services.drafter.staging import Swap, staging_for
 

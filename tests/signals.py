@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from coppice.signals.records import QueryRecord, Sample, read_query, read_sample, redis_key
+from coppice.adaptation.signals import QueryRecord, Sample, read_query, read_sample, redis_key
 
 
 @dataclass

@@ -23,7 +23,7 @@ from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
 if TYPE_CHECKING:
-    from coppice.weights.versions import Weights
+    from coppice.adaptation.weights import Weights
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
 DEPTH_OF_BLOCK = 32  # as deep as the block says

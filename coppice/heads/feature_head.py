@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coppice.adaptation.weights import Routes, Weights, numbers_in, sketch_of, variant_name
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Attention, Layer, sdpa
 from coppice.engine.engine import DTYPES, Timed
@@ -38,8 +39,6 @@ from coppice.heads.checkpoints import fused_tensor, load_head, public_names, pub
 from coppice.heads.models.layers import Attend, DraftModel
 from coppice.heads.tree import BlockTree, Ranking
 from coppice.speculation.tree import DraftTree
-from coppice.weights.variants import Routes, numbers_in, sketch_of, variant_name
-from coppice.weights.versions import Weights
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 

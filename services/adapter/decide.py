@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from coppice.adaptation.signals import Demand, QueryRecord
+from coppice.adaptation.weights import Route, Routes
 from coppice.limits import MAX_KINDS, MAX_VARIANTS
-from coppice.signals.records import Demand, QueryRecord
 from coppice.v1 import adapter_pb2 as pb
-from coppice.weights.variants import Route, Routes
 
 
 class Arm(StrEnum):

@@ -17,10 +17,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from coppice import failpoints
-from coppice.backoff import Backoff
-from coppice.errors import InvalidField, Unavailable
-from coppice.rpc.redis_connection import Connection
-from coppice.signals.records import (
+from coppice.adaptation.signals import (
     NUMBER,
     SENDER,
     Fields,
@@ -29,6 +26,9 @@ from coppice.signals.records import (
     read_sample,
     redis_key,
 )
+from coppice.backoff import Backoff
+from coppice.errors import InvalidField, Unavailable
+from coppice.rpc.redis_connection import Connection
 
 from .loop import HeadLoop
 from .metrics import AdapterMetrics

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coppice.adaptation.signals import Sample
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
 from coppice.machine import this_machine
-from coppice.signals.records import Sample
 from coppice.training.answers import Answer
 from coppice.training.losses import (
     DECAY,

@@ -16,14 +16,13 @@ import structlog
 from torch import Tensor
 
 from coppice import failpoints
+from coppice.adaptation.signals import Demand, QueryRecord, Sample
+from coppice.adaptation.weights import ROUTES, Routes, Weights, in_deployed, variant_name
 from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_HISTORY
-from coppice.signals.records import Demand, QueryRecord, Sample
 from coppice.v1 import adapter_pb2 as pb
-from coppice.weights.variants import ROUTES, Routes, in_deployed, variant_name
-from coppice.weights.versions import Weights
 
 from .decide import Arm, Bandit, Verdict
 from .learn import Groups, Learner

@@ -11,11 +11,11 @@ import statistics
 
 from pydantic import BaseModel
 
+from coppice.adaptation.signals import Demand, QueryRecord
+from coppice.adaptation.weights import Route, Routes
 from coppice.limits import SKETCH
-from coppice.signals.records import Demand, QueryRecord
 from coppice.speculation.sampling import uniform
 from coppice.v1 import adapter_pb2 as pb
-from coppice.weights.variants import Route, Routes
 
 from .decide import Arm, Trained, Verdict
 

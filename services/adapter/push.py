@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from coppice import failpoints
+from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError, InvalidField, from_rpc_error
 from coppice.limits import MAX_VERSION_STEP
 from coppice.rpc.channels import Dialer
@@ -18,7 +19,6 @@ from coppice.rpc.directory import Directory
 from coppice.v1 import adapter_pb2 as pb
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
-from coppice.weights.versions import Weights, pack_update
 from coppice.wire.drafter import (
     HeadDescription,
     WeightsHeader,

@@ -19,6 +19,7 @@ import torch
 from grpc.aio import ServicerContext
 
 from coppice import limits
+from coppice.adaptation.weights import Weights
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
@@ -27,7 +28,6 @@ from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.telemetry import serve_metrics
 from coppice.v1 import adapter_pb2 as pb
-from coppice.weights.versions import Weights
 
 from .inbox import Inbox
 from .learn import Learner

@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from coppice.adaptation.signals import Stream
+from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField
-from coppice.signals.records import Stream
-from coppice.weights.versions import Weights
 
 from .decide import BanditState
 from .paper import PaperState

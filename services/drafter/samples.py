@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coppice.signals.producer import Producer
-from coppice.signals.records import Sample
+from coppice.adaptation.signals import Producer, Sample
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 

@@ -13,6 +13,7 @@ import grpc.aio
 import structlog
 from prometheus_client import CollectorRegistry
 
+from coppice.adaptation.signals import Producer, SignalMetrics
 from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
@@ -22,7 +23,6 @@ from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.server import Serving, StreamWaits
-from coppice.signals.producer import Producer, SignalMetrics
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (

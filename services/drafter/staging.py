@@ -14,11 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coppice.adaptation.weights import Routes, Weights, shape_of
 from coppice.errors import InvalidField, StaleFence
 from coppice.heads.base import Head
 from coppice.limits import MAX_KINDS, MAX_VARIANTS, MAX_VERSION_STEP, SKETCH
-from coppice.weights.variants import Routes, shape_of
-from coppice.weights.versions import Weights
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning

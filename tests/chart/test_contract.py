@@ -12,10 +12,10 @@ import helm_python
 import pytest
 from prometheus_client import CollectorRegistry
 
+from coppice.adaptation.signals import SignalMetrics
 from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
-from coppice.signals.producer import SignalMetrics
 from coppice.stack.launch import MODULES
 from coppice.stack.process import SERVICES
 from coppice.stack.spec import COUNTING_KINDS

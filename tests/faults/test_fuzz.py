@@ -18,6 +18,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coppice.adaptation.weights import Weights
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.heads.checkpoints import load_head, public_weights
@@ -27,7 +28,6 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES, Ready
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
 from coppice.wire.verifier import read_target, verify_request_to_wire
 from services.adapter.push import DrafterLink

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from coppice.adaptation.signals import Sample
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import SpecBlockHead
 from coppice.prompts.files import demo_prompts
-from coppice.signals.records import Sample
 from coppice.speculation.tree import DraftTree
 from coppice.training.answers import Answer
 from coppice.training.data import load_tokenizer

@@ -17,7 +17,7 @@ ORDER = (
     ("coppice/config", "coppice/wire"),
     ("coppice/engine", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),
-    ("coppice/client", "coppice/signals", "coppice/weights"),
+    ("coppice/adaptation", "coppice/client"),
     ("coppice/heads",),
     ("coppice/training", "coppice/testing"),
     ("orchestrator", "services/verifier", "services/drafter", "services/adapter"),

@@ -26,7 +26,7 @@ NEVER_FALSE = {"weights_only"}
 STARTERS = {f"subprocess.{name}" for name in ("run", "Popen", "call", "check_call", "check_output")}
 
 # Where what comes from outside is checked: python -O takes an `assert` away.
-CHECKING = ("coppice/rpc/", "coppice/wire/", "coppice/signals/", "services/adapter/", "services/drafter/")
+CHECKING = ("coppice/rpc/", "coppice/wire/", "coppice/adaptation/", "services/adapter/", "services/drafter/")
 CHECKING_FILES = {
     *("coppice/rpc/access.py", "coppice/config/sections.py", "coppice/limits.py", "coppice/speculation/tree.py"),
     *("orchestrator/service.py", "services/verifier/service.py", "services/verifier/session.py"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from coppice.adaptation.weights import ROUTES, Route, Routes, Weights, pack_update, variant_name
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.heads.checkpoints import load_head, public_weights
@@ -23,8 +24,6 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2 as pb
-from coppice.weights.variants import ROUTES, Route, Routes, variant_name
-from coppice.weights.versions import Weights, pack_update
 from services.adapter.push import DrafterLink
 from tests.faults.campaign.scenarios import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target

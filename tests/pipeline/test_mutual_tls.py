@@ -16,6 +16,7 @@ import grpc
 import pytest
 from playwright.sync_api import expect
 
+from coppice.adaptation.weights import Weights
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
@@ -25,7 +26,6 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
-from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
 from services.adapter.push import DrafterLink
 from tests.browser import CHROMIUM, chromium

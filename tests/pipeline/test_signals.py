@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from coppice.adaptation.signals import Demand, Sample, redis_key
 from coppice.client.client import Client
-from coppice.signals.records import Demand, Sample, redis_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from redis import Redis
 
+from coppice.adaptation.signals import QueryRecord, Sample, query_to_fields, redis_key, sample_to_fields
 from coppice.client.adapter import STANDING_BY, AdapterClient
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import SKETCH
 from coppice.rpc.channels import Dialer
-from coppice.signals.records import QueryRecord, Sample, query_to_fields, redis_key, sample_to_fields
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric, scrape
 from coppice.v1 import adapter_pb2 as pb

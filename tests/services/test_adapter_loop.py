@@ -17,16 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from coppice.adaptation.signals import QueryRecord, Sample
+from coppice.adaptation.weights import Weights, variant_name
 from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_VERSION_STEP, SKETCH
 from coppice.rpc.channels import Dialer
-from coppice.signals.records import QueryRecord, Sample
 from coppice.v1 import adapter_pb2 as pb
 from coppice.v1 import drafter_pb2
-from coppice.weights.variants import variant_name
-from coppice.weights.versions import Weights
 from coppice.wire.drafter import (
     HeadDescription,
     WeightsHeader,

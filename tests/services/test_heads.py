@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from coppice.adaptation.signals import redis_key
 from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.rpc.channels import Dialer
-from coppice.signals.records import redis_key
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric, scrape

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from coppice.adaptation.signals import Producer, SignalMetrics
 from coppice.rpc.redis_connection import connect
-from coppice.signals.producer import Producer, SignalMetrics
 from coppice.stack.redis_server import find_server
 from services.adapter.inbox import Inbox
 from services.adapter.metrics import AdapterMetrics

@@ -17,10 +17,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
+from coppice.adaptation.signals import (
+    BOUNDS,
+    NUMBER,
+    SENDER,
+    Bounds,
+    Demand,
+    Producer,
+    QueryRecord,
+    Sample,
+    SignalMetrics,
+    query_to_fields,
+    redis_key,
+)
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
-from coppice.signals.producer import BOUNDS, Bounds, Producer, SignalMetrics
-from coppice.signals.records import NUMBER, SENDER, Demand, QueryRecord, Sample, query_to_fields, redis_key
 from coppice.stack.redis_server import LocalRedis, find_server
 from services.adapter.inbox import Inbox
 from services.adapter.metrics import AdapterMetrics

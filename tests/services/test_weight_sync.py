@@ -13,12 +13,12 @@ import grpc
 import numpy as np
 import pytest
 
+from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
-from coppice.weights.versions import Weights
 from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
 from services.adapter.push import DrafterLink

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coppice.adaptation.signals import Sample
+from coppice.adaptation.weights import Weights, variant_name
 from coppice.heads.checkpoints import load_head, save_head
-from coppice.signals.records import Sample
 from coppice.training.losses import Targets
-from coppice.weights.variants import variant_name
-from coppice.weights.versions import Weights
 from services.adapter.decide import UPDATES, Arm
 from services.adapter.learn import Interrupted, Learner, Pace
 from services.adapter.state import VERSIONS, BadFile, Versions

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from coppice.adaptation.signals import QueryRecord
+from coppice.adaptation.weights import Routes, variant_name
 from coppice.limits import MAX_KINDS, SKETCH
-from coppice.signals.records import QueryRecord
-from coppice.weights.variants import Routes, variant_name
 from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Bandit, BanditState, Trained, passes_over
 from services.adapter.paper import GROUPS, WARMUP, Paper, PaperState
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice import limits
-from coppice.errors import InvalidField
-from coppice.signals.records import (
+from coppice.adaptation.signals import (
     Fields,
     QueryRecord,
     Sample,
@@ -23,6 +22,7 @@ from coppice.signals.records import (
     sample_to_fields,
     size_of,
 )
+from coppice.errors import InvalidField
 
 count = st.integers(0, 1 << 53)
 amount = st.floats(0, 1e12)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.signals.records import Sample
+from coppice.adaptation.signals import Sample
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from coppice.adaptation.weights import ROUTES, Choice, Route, Routes, Weights, shape_of, sketch_of, variant_name
 from coppice.errors import CoppiceError, InvalidField
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
 from coppice.limits import MAX_KINDS, MAX_VARIANTS, SKETCH
-from coppice.weights.variants import ROUTES, Choice, Route, Routes, shape_of, sketch_of, variant_name
-from coppice.weights.versions import Weights
 from tests.pushes import altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from coppice.adaptation.weights import Weights, pack_update, tensor_digest
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
@@ -25,7 +26,6 @@ from coppice.heads.checkpoints import (
 )
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
-from coppice.weights.versions import Weights, pack_update, tensor_digest
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from services.drafter.staging import Staging, Swap, staging_for
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap

@@ -15,6 +15,7 @@ import torch
 import typer
 from redis import Redis
 
+from coppice.adaptation.weights import Weights
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import AsyncClient
 from coppice.client.completion import StreamEvent
@@ -25,7 +26,6 @@ from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
-from coppice.weights.versions import Weights
 from coppice.wire.generation import Started
 from lab.report import Check
 from services.adapter.push import DrafterLink

@@ -1,1 +1,0 @@
-"""A head's weights: their versions, how they are sent, staged and kept."""
