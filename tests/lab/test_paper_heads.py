@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoConfig
 from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Head, with_tree_shape
-from coppice.heads.checkpoints import Loaded, load_head, read_output, read_target
+from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
@@ -31,18 +30,18 @@ from lab.paper.rank import BranchingHead
 from lab.paper.training import LOSSES, begin, groups_visible, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
-    DRAFT_VOCAB,
     GREEDY,
     HIDDEN,
     SAMPLED,
     VOCAB,
+    Slow,
     SlowSpecBlock,
     Text,
+    Tokens,
     attention,
     best,
     check_steps,
     drafted,
-    log_scores,
     opened,
     save_random,
 )
@@ -70,56 +69,38 @@ class SlowFalcon(SlowSpecBlock):
 
     relaxed = True
 
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("falcon", folder, target)
-
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         return [1] * self.slots, [self.settings.top_k] * self.slots
 
     def worth(self, score: float, place: int) -> float:
         return float(prior(place + 1)[place])
 
-    def sent(
-        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
-    ) -> dict[tuple[int, ...], float]:
+    def sent(self, nodes: dict[Tokens, float], worth: dict[Tokens, float], budget: int) -> dict[Tokens, float]:
         return {path: nodes[path] for path in best(worth, budget)}
 
 
-class SlowMedusa:
-    """Medusa by the book, and every combination of what its heads say."""
+class SlowMedusa(Slow):
+    """Medusa by the book: its heads know nothing of one another."""
 
     def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
-        loaded = self.load(folder, target)
-        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
-        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
-        self.slots = min(loaded.config.slots, settings.depth)
+        super().__init__(folder, target, settings)
+        self.depth = min(self.slots, settings.depth)
 
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("medusa", folder, target)
+    def most(self, job: DraftJob) -> int:
+        return job.budget
 
-    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        self.in_slots = self.in_slots if path else self.slots_say(text, start, job)
+        return self.in_slots[len(path)]
+
+    def slots_say(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
         """(draft vocabulary,) logits of each slot."""
         fused = self.model.norm(self.model.fc(text.features[job.committed_len - 1]))
         return [head.lm_head(fused + F.silu(head.residual(fused))) for head in self.model.heads]
 
-    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
-        with torch.inference_mode():
-            said = self.said(text, start, job)[: self.slots]
-        slots = []
-        for depth, logits in enumerate(said, start=1):
-            scores = log_scores(logits, job, depth, self.ids)
-            top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
-            slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
-        paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
-        every = {tuple(token for token, _ in path): sum(score for _, score in path) for path in paths}
-        return best(every, job.budget)
-
 
 class SlowParallelSpec(SlowMedusa):
     """ParallelSpec by the book: all committed rows and the masks behind them in one dense forward."""
-
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("parallelspec", folder, target)
 
     def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
         """(K, hidden) of the masks."""
@@ -131,7 +112,7 @@ class SlowParallelSpec(SlowMedusa):
         out: Tensor = self.model(rows[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
         return out[0, -len(masks) :]
 
-    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+    def slots_say(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
         return list(self.model.read(self.states(text, start, job))[0])
 
 
@@ -247,7 +228,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
             targets = Targets.of(read, teacher)
             (at_once,) = slot_states(student, read, targets, targets.rows, ())
             logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once[0, row])])
-            assert torch.allclose(logits, torch.stack(slow.said(text, 0, job)), atol=1e-4)
+            assert torch.allclose(logits, torch.stack(slow.slots_say(text, 0, job)), atol=1e-4)
             continue
         cuts = [1 + int(ids.sum() + 7919 * block) % slow.slots for block in range(len(of_training) - 1)]
         blocks, depth = [], 0

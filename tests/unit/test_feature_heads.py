@@ -19,7 +19,7 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_head import BLOCKS, WIDTHS
-from coppice.heads.checkpoints import Loaded, load_head, save_head, shape_of
+from coppice.heads.checkpoints import load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
 from coppice.heads.models.block import Eagle3Config, Eagle3Model
@@ -41,6 +41,8 @@ SIZES = {
     "draft_vocab_size": DRAFT_VOCAB,
 }
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=7)
+Tokens = tuple[int, ...]
+"""a path of a tree"""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def opened(head: FeatureHead, key: int, text: Text, length: int, start: int = 0,
         pass
 
 
-def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[tuple[int, ...], float]]:
+def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[Tokens, float]]:
     """Each job's tree as {path of tokens: score}, from what was streamed; every job ends exactly once."""
     trees: list[list[tuple[int, int, float]]] = [[] for _ in jobs]
     ended = [0] * len(jobs)
@@ -105,18 +107,18 @@ def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[tuple[int,
     return [paths(tree) for tree in trees]
 
 
-def paths(tree: Sequence[tuple[int, int, float]]) -> dict[tuple[int, ...], float]:
-    known: list[tuple[int, ...]] = [()]
+def paths(tree: Sequence[tuple[int, int, float]]) -> dict[Tokens, float]:
+    known: list[Tokens] = [()]
     for token, parent, _ in tree:
         known.append((*known[parent], token))
     return {path: tree[at][2] for at, path in enumerate(known[1:])}
 
 
-def best(tree: dict[tuple[int, ...], float], budget: int) -> dict[tuple[int, ...], float]:
+def best(tree: dict[Tokens, float], budget: int) -> dict[Tokens, float]:
     return dict(sorted(tree.items(), key=lambda item: -item[1])[:budget])
 
 
-def assert_same(served: dict[tuple[int, ...], float], slow: dict[tuple[int, ...], float], budget: int) -> None:
+def assert_same(served: dict[Tokens, float], slow: dict[Tokens, float], budget: int) -> None:
     """The `budget` likeliest nodes agree (the receiver prunes; equal scores do not occur with random weights)."""
     kept, wanted = best(served, budget), best(slow, budget)
     assert kept.keys() == wanted.keys()
@@ -141,7 +143,56 @@ def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor
     return scores
 
 
-class SlowSpecBlock:
+class Slow:
+    """A head by the book: what it says behind a path is computed anew, over all rows and without a cache.
+
+    The best nodes of a level are expanded, and the best of all are kept.
+    """
+
+    child = 0.0
+    """log-score of a node's best child: a node is expanded where such a one would be in the tree"""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = load_head(settings.kind, folder, target)
+        self.model, self.config, self.embedding = loaded.model, loaded.config, loaded.embedding
+        self.settings, self.ids, self.depth = settings, loaded.model.target_ids, settings.depth
+        self.slots: int = loaded.config.slots
+        self.said: dict[Tokens, Tensor] = {}
+        """of the last tree: the (draft vocabulary,) logits behind each node"""
+
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        """(draft vocabulary,) behind a path; that of its parent was asked before."""
+        raise NotImplementedError
+
+    def most(self, job: DraftJob) -> int:
+        """How many nodes of a level are expanded."""
+        return self.settings.top_k
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[Tokens, float]:
+        nodes: dict[Tokens, float] = {}
+        self.said.clear()
+        frontier: list[Tokens] = [()]
+        for depth in range(1, self.depth + 1):
+            new = []
+            for path in frontier:
+                with torch.inference_mode():
+                    self.said[path] = self.logits(text, start, job, path)
+                scores = log_scores(self.said[path], job, depth, self.ids)
+                for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
+                    new.append((*path, int(self.ids[at])))
+                    nodes[new[-1]] = nodes.get(path, 0.0) + float(scores[at])
+            new.sort(key=lambda path: -nodes[path])
+            edge = edge_of(nodes, job.budget)
+            frontier = [path for path in new[: self.most(job)] if nodes[path] + self.child > edge]
+        return best(nodes, job.budget)
+
+
+def edge_of(nodes: dict[Tokens, float], budget: int) -> float:
+    """What a node must exceed to be one of the `budget` best."""
+    return sorted(nodes.values(), reverse=True)[budget - 1] if len(nodes) >= budget else -np.inf
+
+
+class SlowSpecBlock(Slow):
     """SpecBlock by the book: every start recomputes all committed blocks and those on its path."""
 
     relaxed = False
@@ -155,16 +206,8 @@ class SlowSpecBlock:
         rank_guided: bool = True,
         blocks: int = BLOCKS,
     ) -> None:
+        super().__init__(folder, target, settings)
         self.bucket_widths, self.rank_guided, self.blocks = widths, rank_guided, blocks
-        loaded = self.load(folder, target)
-        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
-        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
-        self.slots = loaded.config.slots
-        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        """of the last tree: normed state and logits that the children of each node came from"""
-
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("specblock", folder, target)
 
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
@@ -175,9 +218,7 @@ class SlowSpecBlock:
         """What a node adds to that of its parent when nodes are compared; `place` in its slot's list."""
         return score
 
-    def sent(
-        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
-    ) -> dict[tuple[int, ...], float]:
+    def sent(self, nodes: dict[Tokens, float], worth: dict[Tokens, float], budget: int) -> dict[Tokens, float]:
         """All of them: the receiver keeps the likeliest."""
         return nodes
 
@@ -208,11 +249,11 @@ class SlowSpecBlock:
             out: Tensor = self.model(conditions[None], self.embedding[torch.tensor(tokens)][None], rope, attends)
         return out[0, -1]
 
-    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
-        nodes: dict[tuple[int, ...], float] = {}
-        worth: dict[tuple[int, ...], float] = {}
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[Tokens, float]:
+        nodes: dict[Tokens, float] = {}
+        worth: dict[Tokens, float] = {}
         self.said.clear()
-        starts: list[tuple[tuple[int, ...], list[tuple[Tensor, int, int, int]]]] = [((), [])]
+        starts: list[tuple[Tokens, list[tuple[Tensor, int, int, int]]]] = [((), [])]
         for _ in range(self.blocks):
             following = []
             for path, blocks in starts:
@@ -225,7 +266,7 @@ class SlowSpecBlock:
                     width = widths[slot]
                     if not width:
                         break
-                    self.said[chain] = normed[slot], logits[slot]
+                    self.said[chain] = logits[slot]
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
                     greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
                     order = scores.argsort(descending=True).tolist()
@@ -243,21 +284,22 @@ class SlowSpecBlock:
                     chain = end[0]
                 if end is not None:
                     following.append(end)
-            edge = sorted(worth.values(), reverse=True)[job.budget - 1] if len(worth) >= job.budget else -np.inf
-            following.sort(key=lambda one: -worth[one[0]])
+            edge = edge_of(worth, job.budget)
+            following.sort(key=lambda begin: -worth[begin[0]])
             most = min(12, max(1, job.budget // (4 if job.coupled and job.sampling.temperature else 8)))
-            starts = [one for one in following[:most] if worth[one[0]] > edge]
+            starts = [begin for begin in following[:most] if worth[begin[0]] > edge]
         return self.sent(nodes, worth, job.budget)
 
 
-class SlowEagle3:
+class SlowEagle3(Slow):
     """EAGLE-3 by the book: every node recomputes all committed rows and its ancestors."""
 
-    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
-        loaded = load_head("eagle3", folder, target)
-        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
-        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
-        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        self.states: dict[Tokens, Tensor] = self.states if path else {}
+        ancestors = [(self.states[path[:at]], token) for at, token in enumerate(path)]
+        self.states[path] = self.state(text, start, job, ancestors)
+        logits: Tensor = self.model.read(self.states[path])[0]
+        return logits
 
     def state(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int]]) -> Tensor:
         """(hidden,) of the last of `path`: the state before and the token of each node."""
@@ -271,42 +313,27 @@ class SlowEagle3:
             out: Tensor = self.model(hidden[None], embedded[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
         return out[0, -1]
 
-    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
-        nodes: dict[tuple[int, ...], float] = {}
-        self.said.clear()
-        frontier: list[tuple[tuple[int, ...], list[tuple[Tensor, int]]]] = [((), [])]
-        for depth in range(1, min(self.settings.depth, job.budget) + 1):
-            new = []
-            for path, ancestors in frontier:
-                state = self.state(text, start, job, ancestors)
-                with torch.inference_mode():
-                    logits, _ = self.model.read(state)
-                    self.said[path] = self.model.norm(state), logits
-                    scores = log_scores(logits, job, depth, self.ids)
-                for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
-                    child = (*path, int(self.ids[at]))
-                    nodes[child] = nodes.get(path, 0.0) + float(scores[at])
-                    new.append((child, [*ancestors, (state, child[-1])]))
-            new.sort(key=lambda one: -nodes[one[0]])
-            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
-            frontier = [one for one in new[: self.settings.top_k] if nodes[one[0]] > edge]
-        return best(nodes, job.budget)
 
-
-class SlowMaskedBlock:
-    """A block of masks by the book: every layer written out over all committed rows, no cache, a path at a time."""
+class SlowMaskedBlock(Slow):
+    """A block of masks by the book: every layer written out over all committed rows."""
 
     def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
-        loaded = load_head(settings.kind, folder, target)
-        self.model, self.config, self.embedding, self.settings = (
-            loaded.model,
-            loaded.config,
-            loaded.embedding,
-            settings,
-        )
-        self.ids = torch.arange(self.config.draft_vocab_size) + loaded.model.d2t
-        self.depth = min(self.config.slots, settings.depth)
-        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        super().__init__(folder, target, settings)
+        self.depth = min(self.slots, settings.depth)
+        self.markov = self.model.markov_head
+        self.child = BEST_CHILD if self.markov else 0.0
+
+    def most(self, job: DraftJob) -> int:
+        return min(job.budget, self.settings.top_k, PARENTS) if self.markov else job.budget
+
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        self.in_slots = self.in_slots if path else self.states(text, start, job)
+        logits: Tensor = self.in_slots[len(path)] @ self.model.lm_head.weight.T
+        if self.markov:
+            logits = (
+                logits + self.markov.markov_w2.weight @ self.markov.markov_w1.weight[path[-1] if path else job.root]
+            )
+        return logits
 
     def heads(self, states: Tensor, weight: Tensor, norm: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """(T, hidden) -> (1, heads, T, D), normed and turned where it is to be."""
@@ -350,42 +377,12 @@ class SlowMaskedBlock:
         states: Tensor = model.norm(block)[first:]
         return states
 
-    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
-        nodes: dict[tuple[int, ...], float] = {}
-        self.said.clear()
-        markov = self.model.markov_head
-        with torch.inference_mode():
-            states = self.states(text, start, job)
-        width = min(self.settings.top_k, job.budget)
-        most = min(job.budget, self.settings.top_k, PARENTS) if markov else job.budget
-        frontier: list[tuple[int, ...]] = [()]
-        for depth in range(1, self.depth + 1):
-            new = []
-            for path in frontier:
-                with torch.inference_mode():
-                    logits = states[depth - 1] @ self.model.lm_head.weight.T
-                    if markov:
-                        before = path[-1] if path else job.root
-                        logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
-                self.said[path] = states[depth - 1], logits
-                scores = log_scores(logits, job, depth, self.ids)
-                for at in scores.argsort(descending=True)[:width].tolist():
-                    child = (*path, int(self.ids[at]))
-                    nodes[child] = nodes.get(path, 0.0) + float(scores[at])
-                    new.append(child)
-            new.sort(key=lambda one: -nodes[one])
-            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
-            child = BEST_CHILD if markov else 0.0
-            frontier = [one for one in new[:most] if nodes[one] + child > edge]
-        return best(nodes, job.budget)
 
-
-SLOW = {
+SLOW: dict[str, type[Slow]] = {
     **dict.fromkeys(("dflash", "jetspec", "dspark"), SlowMaskedBlock),
     "specblock": SlowSpecBlock,
     "eagle3": SlowEagle3,
 }
-Slow = SlowSpecBlock | SlowEagle3 | SlowMaskedBlock
 
 
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead, Slow]:
@@ -491,7 +488,7 @@ def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path:
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (40, 256), (3, 7, 640), (40, 100), (20, 320)])
-def test_the_largest_of_many_rows_are_topks(shape: tuple[int, ...]) -> None:
+def test_the_largest_of_many_rows_are_topks(shape: Tokens) -> None:
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     values, places = largest(rows, 5)
     expected = rows.topk(5, dim=-1)

@@ -17,7 +17,7 @@ from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import load_head, read_head, save_head
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import GREEDY, Text, drafted, opened
+from tests.unit.test_feature_heads import GREEDY, Slow, Text, Tokens, drafted, opened
 from tests.unit.test_layouts import DIM, DRAFT, HEADS, KV, VOCAB, H, eagle3, random, speculators, written
 
 LENGTH = 12
@@ -33,13 +33,19 @@ def norm(states: Tensor, weight: Tensor) -> Tensor:
     return states * (states.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-class ByDefinition:
-    """One EAGLE-3 layer over a whole text at once, in float64, from the tensors of a file and from switches."""
+class ByDefinition(Slow):
+    """One EAGLE-3 layer over a whole text at once, in float64, from the tensors of a file and from switches.
 
-    def __init__(self, tensors: dict[str, Tensor], embedding: Tensor, scale: float = 1.0, **switches: bool) -> None:
+    The tree is EAGLE-2's topK_genrate as EAGLE-3 calls it.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Tensor], embedding: Tensor, depth: int, width: int, scale: float = 1, **switches: bool
+    ) -> None:
         self.tensors = {name.replace("layers.0.", "midlayer."): t.double() for name, t in tensors.items()}
         self.embedding, self.scale, self.switches = embedding.double(), scale, switches
-        self.ids = torch.arange(DRAFT) + tensors["d2t"]
+        self.ids, self.depth, self.said = torch.arange(DRAFT) + tensors["d2t"], depth, {}
+        self.settings = DrafterSettings(kind="eagle3", top_k=width)
 
     def linear(self, states: Tensor, name: str) -> Tensor:
         return F.linear(states, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -49,8 +55,17 @@ class ByDefinition:
         cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((angles.sin(),) * 2, -1)
         return states * cos + torch.cat((-states[..., DIM // 2 :], states[..., : DIM // 2]), -1) * sin
 
-    def states(self, hidden: Tensor, tokens: Tensor, sees: Tensor, positions: Tensor) -> Tensor:
-        """(N, H) what each row hands on, of the (N, H) rows that it may see (N, N)."""
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        self.behind: dict[Tokens, Tensor] = self.behind if path else {}
+        fused = self.linear(text.features[:LENGTH].double(), "fc")
+        hidden = torch.stack([*fused, *(self.behind[path[:at]] for at in range(len(path)))])
+        state = self.behind[path] = self.state(hidden, torch.tensor([*text.ids[1:LENGTH], job.root, *path]))
+        return self.linear(
+            state if self.switches.get("norm_output") else norm(state, self.tensors["norm.weight"]), "lm_head"
+        )
+
+    def state(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """(H,) what the last of (N, H) rows in a row hands on."""
         own, layer = self.tensors, "midlayer."
         normed = norm(hidden, own[layer + "hidden_norm.weight"])
         embedded = norm(self.embedding[tokens], own[layer + "input_layernorm.weight"])
@@ -62,78 +77,31 @@ class ByDefinition:
         if self.switches.get("qk_norm"):
             query = norm(query, own[layer + "self_attn.q_norm.weight"])
             key = norm(key, own[layer + "self_attn.k_norm.weight"])
-        query, key = self.turned(query, positions), self.turned(key, positions)
+        positions = torch.arange(len(hidden)).double()
+        query, key = self.turned(query, positions)[:, -1:], self.turned(key, positions)
         scores = query @ key.repeat_interleave(HEADS // KV, 0).transpose(1, 2) / DIM**0.5
-        seen = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(HEADS // KV, 0)
+        seen = scores.softmax(-1) @ value.repeat_interleave(HEADS // KV, 0)
         residual = normed if self.switches.get("norm_before_residual") else hidden
-        states = residual + self.linear(seen.transpose(0, 1).flatten(1), layer + "self_attn.o_proj")
-        inner = norm(states, own[layer + "post_attention_layernorm.weight"])
+        state = residual[-1] + self.linear(seen.flatten(), layer + "self_attn.o_proj")
+        inner = norm(state, own[layer + "post_attention_layernorm.weight"])
         gated = F.silu(self.linear(inner, layer + "mlp.gate_proj")) * self.linear(inner, layer + "mlp.up_proj")
-        states = states + self.linear(gated, layer + "mlp.down_proj")
-        return norm(states, own["norm.weight"]) if self.switches.get("norm_output") else states
-
-    def scores(self, states: Tensor) -> Tensor:
-        """(N, draft vocabulary) log-probabilities."""
-        normed = states if self.switches.get("norm_output") else norm(states, self.tensors["norm.weight"])
-        return self.linear(normed, "lm_head").log_softmax(-1)
-
-    def rows(self, text: Text) -> tuple[Tensor, Tensor]:
-        """The fused features and the tokens of the committed rows, the root among the latter."""
-        return self.linear(text.features[:LENGTH].double(), "fc"), torch.tensor(text.ids[1 : LENGTH + 1])
-
-    def tree(self, text: Text, nodes: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
-        """EAGLE-2's topK_genrate as EAGLE-3 calls it: one level, then `depth` more; the best of all are kept.
-
-        Every level recomputes all rows of the text and of the tree so far.
-        """
-        hidden, tokens = self.rows(text)
-        positions = torch.arange(LENGTH).double()
-        sees = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        out = self.states(hidden, tokens, sees, positions)
-        best = self.scores(out[-1:]).topk(width)
-        frontier = [
-            ((int(self.ids[at]),), float(score), LENGTH - 1, [])
-            for at, score in zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True)
-        ]
-        found = {path: score for path, score, _, _ in frontier}
-        for level in range(1, depth + 1):
-            first = len(hidden)
-            hidden = torch.cat([hidden, *(out[by][None] for _, _, by, _ in frontier)])
-            tokens = torch.cat((tokens, torch.tensor([path[-1] for path, _, _, _ in frontier])))
-            positions = torch.cat((positions, torch.full((len(frontier),), LENGTH - 1.0 + level)))
-            wider = torch.zeros(len(hidden), len(hidden), dtype=torch.bool)
-            wider[:first, :first] = sees
-            for row, (_, _, _, ancestors) in enumerate(frontier, first):
-                wider[row, [*range(LENGTH), *ancestors, row]] = True
-            sees, out = wider, self.states(hidden, tokens, wider, positions)
-            best = self.scores(out[first:]).topk(width)
-            children = [
-                ((*path, int(self.ids[at])), score + more, row, [*ancestors, row])
-                for row, (path, score, _, ancestors) in enumerate(frontier, first)
-                for at, more in zip(best.indices[row - first].tolist(), best.values[row - first].tolist(), strict=True)
-            ]
-            found |= {path: score for path, score, _, _ in children}
-            frontier = sorted(children, key=lambda child: -child[1])[:width]
-        return dict(sorted(found.items(), key=lambda item: -item[1])[:nodes])
+        state = state + self.linear(gated, layer + "mlp.down_proj")
+        return norm(state, own["norm.weight"]) if self.switches.get("norm_output") else state
 
 
-def head(folder: Path, target: Path, **more: Any) -> Eagle3Head:
-    made = Eagle3Head(
-        DrafterSettings(kind="eagle3", path=str(folder), target=str(target), kv_tokens=2048, threads=1, **more)
-    )
-    opened(made, 1, Text.random(40, 3), LENGTH)
-    return made
+TEXT = Text.random(40, 3)
 
 
-def tree_of(made: Eagle3Head, budget: int) -> dict[tuple[int, ...], float]:
-    text = Text.random(40, 3)
-    (tree,) = drafted(made, [DraftJob(1, text.ids[LENGTH], LENGTH, budget, GREEDY)])
-    return tree
+def job(budget: int) -> DraftJob:
+    return DraftJob(1, TEXT.ids[LENGTH], LENGTH, budget, GREEDY)
 
 
-def bias(tensors: dict[str, Tensor], prefix: str) -> None:
-    for name, rows in (("q", HEADS * DIM), ("k", KV * DIM), ("v", KV * DIM), ("o", H)):
-        tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.randn(rows) / 2
+def tree_of(folder: Path, target: Path, budget: int, **more: Any) -> dict[Tokens, float]:
+    """What the served head drafts."""
+    settings = DrafterSettings(kind="eagle3", path=str(folder), target=str(target), kv_tokens=2048, threads=1, **more)
+    head = Eagle3Head(settings)
+    opened(head, 1, TEXT, LENGTH)
+    return drafted(head, [job(budget)])[0]
 
 
 LINEAR = {"type": "linear", "factor": 4.0}
@@ -162,23 +130,24 @@ def test_a_configured_head_drafts_what_its_definition_says(
     for weight in [name for name in tensors if name.endswith("norm.weight")]:
         tensors[weight] = 1 + torch.rand(H) / 2
     if name == "Qwen3's layers":
-        tensors |= {f"{prefix}self_attn.{one}_norm.weight": 1 + torch.rand(DIM) for one in "qk"}
+        tensors |= {f"{prefix}self_attn.{part}_norm.weight": 1 + torch.rand(DIM) for part in "qk"}
     elif name == "attention_bias":
-        bias(tensors, prefix)
+        rows = {"q": HEADS * DIM, "k": KV * DIM, "v": KV * DIM, "o": H}
+        tensors |= {f"{prefix}self_attn.{part}_proj.bias": torch.randn(size) / 2 for part, size in rows.items()}
     tensors.pop("embed_tokens.weight", None)
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     if name == "an embedding of its own":
         tensors["embed_tokens.weight"] = embedding = random(VOCAB, H)
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 4
-    slow = ByDefinition(tensors, embedding, 4.0 if "rope_scaling" in change else 1.0, **switches)
+    slow = ByDefinition(tensors, embedding, 3, 4, 4 if "rope_scaling" in change else 1, **switches)
     folder = written(tmp_path / "in", (config, tensors))
-    wanted = slow.tree(Text.random(40, 3), 30, depth=2, width=4)
-    served = tree_of(head(folder, target, depth=3, top_k=4), 30)
-    assert served.keys() == wanted.keys()
-    assert served == pytest.approx(wanted, abs=2e-3)
+    expected = slow.tree(TEXT, 0, job(30))
+    served = tree_of(folder, target, 30, depth=3, top_k=4)
+    assert served.keys() == expected.keys()
+    assert served == pytest.approx(expected, abs=2e-3)
     model = read_head(folder)
     save_head(tmp_path / "out", model, model.config)
-    assert tree_of(head(tmp_path / "out", target, depth=3, top_k=4), 30) == pytest.approx(served, abs=1e-5)
+    assert tree_of(tmp_path / "out", target, 30, depth=3, top_k=4) == pytest.approx(served, abs=1e-5)
 
 
 def test_the_default_tree_of_a_sharp_head_is_the_published_one(target: Path, tmp_path: Path) -> None:
@@ -186,12 +155,12 @@ def test_the_default_tree_of_a_sharp_head_is_the_published_one(target: Path, tmp
     torch.manual_seed(0)
     config, tensors = eagle3()
     tensors["lm_head.weight"] *= 12  # sharp: the tree is deep
-    slow = ByDefinition(tensors, load_file(target / "model.safetensors")["model.embed_tokens.weight"])
-    wanted = slow.tree(Text.random(40, 3), 60 - 1, depth=7, width=10)
-    assert max(map(len, wanted)) == 8
-    served = tree_of(head(written(tmp_path, (config, tensors)), target), 59)
-    assert served.keys() == wanted.keys()
-    assert served == pytest.approx(wanted, abs=5e-3)
+    slow = ByDefinition(tensors, load_file(target / "model.safetensors")["model.embed_tokens.weight"], 8, 10)
+    expected = slow.tree(TEXT, 0, job(60 - 1))
+    assert max(map(len, expected)) == 8
+    served = tree_of(written(tmp_path, (config, tensors)), target, 59)
+    assert served.keys() == expected.keys()
+    assert served == pytest.approx(expected, abs=5e-3)
 
 
 @pytest.mark.parametrize(

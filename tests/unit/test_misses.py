@@ -36,8 +36,7 @@ def rejection(position: int, token: int) -> Rejection:
 
 def slow_miss(slow: Slow, path: tuple[int, ...], token: int) -> float:
     """1 - r: softmax over the draft vocabulary at T=1, by the book; 1 for an id that is not in it."""
-    _, logits = slow.said[path]
-    chances = dict(zip(slow.ids.tolist(), logits.double().softmax(-1).tolist(), strict=True))
+    chances = dict(zip(slow.ids.tolist(), slow.said[path].double().softmax(-1).tolist(), strict=True))
     return 1.0 - chances.get(token, 0.0)
 
 
@@ -45,7 +44,7 @@ def chosen(slow: Slow, path: tuple[int, ...], at: int) -> int:
     """A token that the target may have chosen: in turn a likely one, any one, and one outside the vocabulary."""
     if at % 3 == 2:
         return next(token for token in range(VOCAB) if token not in slow.ids.tolist())
-    order = slow.said[path][1].argsort(descending=True)
+    order = slow.said[path].argsort(descending=True)
     return int(slow.ids[order[at % 7 + 1]])
 
 
