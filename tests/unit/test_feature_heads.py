@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, with_tree_shape
+from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.block_head import BLOCKS, WIDTHS
 from coppice.heads.checkpoints import load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
@@ -90,7 +90,7 @@ def opened(head: FeatureHead, key: int, text: Text, length: int, start: int = 0,
         pass
 
 
-def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[Tokens, float]]:
+def drafted(head: Head, jobs: Sequence[DraftJob]) -> list[dict[Tokens, float]]:
     """Each job's tree as {path of tokens: score}, from what was streamed; every job ends exactly once."""
     trees: list[list[tuple[int, int, float]]] = [[] for _ in jobs]
     ended = [0] * len(jobs)
@@ -108,10 +108,10 @@ def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[Tokens, fl
 
 
 def paths(tree: Sequence[tuple[int, int, float]]) -> dict[Tokens, float]:
-    known: list[Tokens] = [()]
+    spelled: list[Tokens] = [()]
     for token, parent, _ in tree:
-        known.append((*known[parent], token))
-    return {path: tree[at][2] for at, path in enumerate(known[1:])}
+        spelled.append((*spelled[parent], token))
+    return {path: tree[at][2] for at, path in enumerate(spelled[1:])}
 
 
 def best(tree: dict[Tokens, float], budget: int) -> dict[Tokens, float]:

@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
-from coppice.heads.checkpoints import load_head, read_head, save_head
+from coppice.heads.checkpoints import read_head, save_head
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, Slow, Text, Tokens, drafted, opened
-from tests.unit.test_layouts import DIM, DRAFT, HEADS, KV, VOCAB, H, eagle3, random, speculators, written
+from tests.unit.test_layouts import DIM, DRAFT, HEADS, KV, VOCAB, H, eagle3, eagle3_of_speculators, random, written
 
 LENGTH = 12
 EPS = 1e-5
@@ -121,7 +120,7 @@ def test_a_configured_head_drafts_what_its_definition_says(
     name: str, layout: str, target: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(5)
-    config, tensors = eagle3() if layout == "eagle3" else speculators()
+    config, tensors = eagle3() if layout == "eagle3" else eagle3_of_speculators()
     change, switches = CONFIGURED[name]
     prefix, own = ("midlayer.", config) if layout == "eagle3" else ("layers.0.", config["transformer_layer_config"])
     (config if "norm_output" in change else own).update(change)
@@ -161,42 +160,3 @@ def test_the_default_tree_of_a_sharp_head_is_the_published_one(target: Path, tmp
     served = tree_of(written(tmp_path, (config, tensors)), target, 59)
     assert served.keys() == expected.keys()
     assert served == pytest.approx(expected, abs=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
-            "type 'linear' and rope_type 'yarn'",
-        ),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "unknown type 'su'"),
-        ({"rope_scaling": {"type": "linear"}}, "Missing required keys.*'factor'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (
-            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "rope_scaling and rope_parameters contradict each other",
-        ),
-        ({"eagle_config": {"hidden_size": 8}}, "contradicts itself: hidden_size is 32, hidden_size is 8"),
-        (
-            {"feature_layers": [1, 2], "eagle_aux_hidden_state_layer_ids": [1, 3]},
-            r"contradicts itself: feature_layers is \[1, 2\], eagle_aux_hidden_state_layer_ids is \[1, 3\]",
-        ),
-        ({"fc_norm": True}, "fc_norm is true"),
-        ({"is_causal": False}, "is_causal is false"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
-    ],
-)
-def test_what_a_configuration_asks_for_and_nobody_can_do_is_named(
-    change: dict[str, Any], why: str, target: Path, tmp_path: Path
-) -> None:
-    config, tensors = eagle3()
-    with pytest.raises(InvalidField, match=why) as refused:
-        load_head("eagle3", written(tmp_path, (config | change, tensors)), target)
-    assert "\n" not in str(refused.value)
-
-
-def test_the_feature_layers_of_an_eagle_config_are_read(target: Path, tmp_path: Path) -> None:
-    config, tensors = eagle3()
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
-    assert load_head("eagle3", written(tmp_path, (config, tensors)), target).config.feature_layers == (2, 3, 6)

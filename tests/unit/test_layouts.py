@@ -1,9 +1,11 @@
-"""Public checkpoint layouts: loaded as their authors write them, written in our own; and what is refused."""
+"""Checkpoint layouts: loaded as their authors write them, written in our own; and what is refused, or costs tokens."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import (
     SHAPES,
     kind_in,
     load_head,
     public_state,
+    read_head,
+    read_output,
     save_head,
 )
+from coppice.training.answers import Answerer, as_positions
+from coppice.training.data import load_tokenizer
+from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 from services.adapter.learn import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
@@ -27,6 +36,7 @@ from tests.unit.test_feature_heads import save_random
 H, HEADS, KV, DIM, FF, VOCAB, DRAFT, K = 32, 4, 2, 8, 48, 96, 40, 4
 
 Tensors = dict[str, Tensor]
+Made = tuple[dict[str, Any], Tensors]
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +86,12 @@ def vocabulary() -> Tensors:
     }
 
 
-def eagle3() -> tuple[dict[str, Any], Tensors]:
+def eagle3() -> Made:
     tensors = layer("midlayer.", 2) | {"midlayer.hidden_norm.weight": torch.ones(H), "fc.weight": random(H, 3 * H)}
     return sizes() | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, tensors | vocabulary()
 
 
-def speculators() -> tuple[dict[str, Any], Tensors]:
+def eagle3_of_speculators() -> Made:
     shape, tensors = eagle3()
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     config = {
@@ -99,7 +109,7 @@ def speculators() -> tuple[dict[str, Any], Tensors]:
     return config, renamed | {"verifier_norm.weight": torch.ones(H), "embed_tokens.weight": random(VOCAB, H)}
 
 
-def specblock() -> tuple[dict[str, Any], Tensors]:
+def specblock() -> Made:
     tensors = layer("layers.0.", 1) | layer("layers.1.", 1) | vocabulary()
     tensors |= {f"input_layer.{name}_norm.weight": torch.ones(H) for name in ("condition", "token", "query")}
     tensors |= {
@@ -114,90 +124,290 @@ def specblock() -> tuple[dict[str, Any], Tensors]:
     return sizes() | {"num_hidden_layers": 2, "diffspec_draft_token_num": K, "rank_classes": 4}, tensors
 
 
-Made = Callable[[], tuple[dict[str, Any], Tensors]]
-LAYOUTS = {"eagle3": eagle3, "speculators": speculators, "specblock": specblock}
+LAYERS, DEPTH, BLOCK, MASK, RANK, IDS = 8, 2, 6, 90, 16, [-1, 2, 4, 5]
+QWEN3 = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": DIM,
+    "hidden_act": "silu",
+    "hidden_size": H,
+    "intermediate_size": FF,
+    "layer_types": ["full_attention"] * DEPTH,
+    "max_position_embeddings": 512,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": DEPTH,
+    "num_key_value_heads": KV,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCAB,
+}
+MARKOV = {
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+BESIDE = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight", "input_layer.embed_tokens.weight")
+"""tensors of a file that the model's state does not hold, or not always"""
 
 
-def written(folder: Path, made: tuple[dict[str, Any], Tensors]) -> Path:
+def backbone(features: int = len(IDS), depth: int = DEPTH) -> Tensors:
+    tensors = {"fc.weight": random(H, features * H), "hidden_norm.weight": torch.ones(H), "norm.weight": torch.ones(H)}
+    for number in range(depth):
+        prefix = f"layers.{number}."
+        tensors |= layer(prefix, 1)
+        tensors |= {f"{prefix}self_attn.{name}_norm.weight": torch.rand(DIM) for name in ("q", "k")}
+    return tensors
+
+
+def tables(draft: int = VOCAB) -> Tensors:
+    return {
+        "markov_head.markov_w1.weight": random(VOCAB, RANK),
+        "markov_head.markov_w2.weight": random(draft, RANK),
+        "confidence_head.proj.weight": random(1, H + RANK),
+        "confidence_head.proj.bias": random(1),
+    }
+
+
+def zlab(**inner: Any) -> Made:
+    fields = {"mask_token_id": MASK, "target_layer_ids": IDS} | inner
+    named = {"architectures": ["DFlashDraftModel"], "num_target_layers": LAYERS, "block_size": BLOCK}
+    return QWEN3 | named | {"dflash_config": fields}, backbone()
+
+
+def jetspec() -> Made:
+    return zlab(causal_head=True)
+
+
+def specforge() -> Made:
+    """A DSpark head in z-lab's dflash_config."""
+    config, tensors = zlab(projector_type="dspark", **MARKOV)
+    return config | {"architectures": ["DSparkDraftModel"]}, tensors | tables()
+
+
+def deepspec(**more: Any) -> Made:
+    fields = {"target_layer_ids": IDS, "mask_token_id": MASK, "num_anchors": 512, "block_size": BLOCK} | (
+        more or MARKOV
+    )
+    config = QWEN3 | fields | {"architectures": ["Qwen3DSparkModel"], "num_target_layers": LAYERS}
+    own = {"embed_tokens.weight": random(VOCAB, H), "lm_head.weight": random(VOCAB, H)}
+    return config, backbone() | own | (tables() if fields["markov_rank"] else {})
+
+
+def plain() -> Made:
+    """DeepSpec's own DFlash."""
+    return deepspec(markov_rank=0, enable_confidence_head=False)
+
+
+def masks_of_speculators(kind: str = "dflash", **more: Any) -> Made:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in IDS],
+        "block_size": BLOCK,
+        "draft_vocab_size": VOCAB,
+        "mask_token_id": MASK,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "x", "architectures": []}},
+        "speculators_model_type": kind,
+        "speculators_version": "0.6.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": QWEN3,
+    }
+    own = {"embed_tokens.weight": random(VOCAB, H), "lm_head.weight": random(VOCAB, H)}
+    return config | more, backbone() | own
+
+
+def reduced() -> Made:
+    """A DSpark head of speculators with a draft vocabulary."""
+    config, tensors = masks_of_speculators("dspark", draft_vocab_size=DRAFT, sample_from_anchor=True, **MARKOV)
+    return config, tensors | tables(DRAFT) | vocabulary()
+
+
+FLASH = {"causal": False, "sample_from_anchor": False, "markov_rank": 0, "confidence": False}
+SPARK = {"causal": False, "sample_from_anchor": True, "markov_rank": RANK, "confidence": True}
+LAYOUTS: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
+    "EAGLE-3": (eagle3, "eagle3", {}),
+    "speculators' EAGLE-3": (eagle3_of_speculators, "eagle3", {"norm_before_residual": True}),
+    "SpecBlock": (specblock, "specblock", {"slots": K}),
+    "z-lab": (zlab, "dflash", FLASH),
+    "JetSpec": (jetspec, "jetspec", FLASH | {"causal": True}),
+    "DeepSpec": (deepspec, "dspark", SPARK),
+    "DeepSpec's DFlash": (plain, "dflash", FLASH | {"sample_from_anchor": True}),
+    "SpecForge": (specforge, "dspark", SPARK),
+    "speculators": (masks_of_speculators, "dflash", FLASH),
+    "speculators' DSpark": (reduced, "dspark", SPARK),
+}
+"""the maker, the kind, and what the fields are then"""
+
+
+def written(folder: Path, made: Made) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(made[0]))
     save_file(made[1], folder / "model.safetensors")
     return folder
 
 
-def load(folder: Path, target: Path) -> Any:
-    return load_head(kind_in(folder), folder, target)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_as_its_authors_write_it_is_loaded(name: str, target: Path, tmp_path: Path) -> None:
-    config, tensors = LAYOUTS[name]()
-    folder = written(tmp_path / "in", (config, tensors))
-    assert kind_in(folder) == ("specblock" if name == "specblock" else "eagle3")
-    loaded = load(folder, target)
+    make, kind, fields = LAYOUTS[name]
+    config, tensors = make()
+    folder = written(tmp_path, (config, tensors))
+    assert kind_in(folder) == kind
+    loaded = load_head(kind, folder, target)
+    expected = {name.replace("layers.0.", "midlayer.") if kind == "eagle3" else name: t for name, t in tensors.items()}
     public = public_state(loaded.model, loaded.config)
-    for key, tensor in public.items():
-        assert torch.equal(tensor, tensors[key.replace("midlayer.", "layers.0.") if name == "speculators" else key])
-    assert loaded.config.rope_theta == 5e5
-    assert loaded.config.feature_layers == (2, 4, 5)
-    assert loaded.embedding.shape == (VOCAB, H)
+    assert {key for key in expected.keys() ^ public.keys() if "verifier_norm" not in key} <= {*BESIDE}
+    assert all(torch.equal(public[key], expected[key]) for key in public.keys() & expected.keys())
+    assert {key: getattr(loaded.config, key) for key in fields} == fields
+    masks = "sample_from_anchor" in fields
+    assert loaded.config.rope == {"rope_type": "default"} | (QWEN3["rope_parameters"] if masks else {})
+    assert loaded.config.feature_layers == ((0, 3, 5, 6) if masks else (2, 4, 5))
+    theirs = load_file(target / "model.safetensors")
+    own = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    embedding = tensors[own[0]] if own else theirs["model.embed_tokens.weight"]
+    assert torch.equal(loaded.embedding, embedding)
+    assert torch.equal(loaded.model.lm_head.weight, tensors.get("lm_head.weight", theirs["lm_head.weight"]))
+    assert torch.equal(
+        loaded.model.target_ids, tensors["t2d"].nonzero().flatten() if "t2d" in tensors else torch.arange(VOCAB)
+    )
+    if masks:
+        assert (loaded.config.block_size, loaded.config.mask_token_id, loaded.config.qk_norm) == (BLOCK, MASK, True)
+        assert loaded.config.slots == BLOCK - (not fields["sample_from_anchor"])
 
 
-def dropped(key: str) -> Callable[[dict[str, Any], Tensors], None]:
+LINEAR = {"type": "linear", "factor": 4.0}
+Spoil = Callable[[dict[str, Any], Tensors], Any]
+
+
+def dropped(key: str) -> Spoil:
     return lambda config, tensors: (tensors if key in tensors else config).pop(key)
 
 
-def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
+def put(key: str, value: Any) -> Spoil:
     return lambda config, tensors: (tensors if isinstance(value, Tensor) else config).update({key: value})
 
 
+def inner(**fields: Any) -> Spoil:
+    """Change dflash_config."""
+    return lambda config, tensors: config["dflash_config"].update(fields)
+
+
+def without(name: str) -> Spoil:
+    return lambda config, tensors: config["dflash_config"].pop(name)
+
+
+SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
+
+
 @pytest.mark.parametrize(
-    ("name", "spoil", "why"),
+    ("name", "spoil", "reason"),
     [
-        ("eagle3", dropped("fc.weight"), "fc.weight is missing"),
+        ("EAGLE-3", dropped("fc.weight"), "fc.weight is missing"),
         (
-            "eagle3",
+            "EAGLE-3",
             put("norm.weight", torch.ones(H).to(torch.int8)),
             "norm.weight is torch.int8, expected torch.float32",
         ),
-        ("eagle3", put("extra.weight", torch.ones(3)), "extra.weight is unknown"),
-        ("eagle3", put("norm.weight", torch.ones(H + 1)), r"norm.weight has shape \[33\], expected \[32\]"),
-        ("eagle3", put("norm.weight", torch.full((H,), torch.nan)), "norm.weight is not finite"),
-        ("eagle3", put("vocab_size", VOCAB + 1), "vocab_size is 97, the target's is 96"),
-        ("eagle3", dropped("hidden_size"), "hidden_size: Field required"),
-        ("eagle3", put("hidden_act", "gelu"), "hidden_act"),
-        ("eagle3", dropped("d2t"), "no d2t, which a reduced vocabulary needs"),
-        ("eagle3", put("d2t", torch.full((DRAFT,), VOCAB)), "d2t does not name 40 ids of 96"),
-        ("specblock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
-        ("specblock", dropped("shift_proj.0.weight"), "shift_proj.0.weight is missing"),
-        ("speculators", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
+        ("EAGLE-3", put("extra.weight", torch.ones(3)), "extra.weight is unknown"),
+        ("EAGLE-3", put("norm.weight", torch.ones(H + 1)), r"norm.weight has shape \[33\], expected \[32\]"),
+        ("EAGLE-3", put("norm.weight", torch.full((H,), torch.nan)), "norm.weight is not finite"),
+        ("EAGLE-3", put("vocab_size", VOCAB + 1), "vocab_size is 97, the target's is 96"),
+        ("EAGLE-3", dropped("hidden_size"), "hidden_size: Field required"),
+        ("EAGLE-3", put("hidden_act", "gelu"), "hidden_act"),
+        ("EAGLE-3", dropped("d2t"), "no d2t, which a reduced vocabulary needs"),
+        ("EAGLE-3", put("d2t", torch.full((DRAFT,), VOCAB)), "d2t does not name 40 ids of 96"),
+        ("EAGLE-3", put("rope_scaling", {**LINEAR, "rope_type": "yarn"}), "type 'linear' and rope_type 'yarn'"),
+        ("EAGLE-3", put("rope_scaling", {"type": "su", "factor": 2.0}), "unknown type 'su'"),
+        ("EAGLE-3", put("rope_scaling", {"type": "linear"}), "Missing required keys.*'factor'"),
+        ("EAGLE-3", put("rope_parameters", {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         (
-            "speculators",
+            "EAGLE-3",
+            lambda c, t: c.update(rope_scaling=LINEAR, rope_parameters={"rope_type": "linear", "factor": 2.0}),
+            "rope_scaling and rope_parameters contradict each other",
+        ),
+        ("EAGLE-3", put("eagle_config", {"hidden_size": 8}), "contradicts itself: hidden_size is 32, hidden_size is 8"),
+        (
+            "EAGLE-3",
+            lambda c, t: c.update(feature_layers=[1, 2], eagle_aux_hidden_state_layer_ids=[1, 3]),
+            r"contradicts itself: feature_layers is \[1, 2\], eagle_aux_hidden_state_layer_ids is \[1, 3\]",
+        ),
+        ("EAGLE-3", put("fc_norm", True), "fc_norm is true"),
+        ("EAGLE-3", put("is_causal", False), "is_causal is false"),
+        ("EAGLE-3", put("eagle_config", {"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
+        ("SpecBlock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
+        ("SpecBlock", dropped("shift_proj.0.weight"), "shift_proj.0.weight is missing"),
+        ("speculators' EAGLE-3", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
+        (
+            "speculators' EAGLE-3",
             put("eagle_aux_hidden_state_layer_ids", [2, 4, 8]),
             "feature_layers: 8 is not among 0..7",
         ),
+        ("JetSpec", inner(causal=False), "contradicts itself: causal_head is True, causal is False"),
+        ("JetSpec", put("is_causal", False), "contradicts itself: is_causal is False, causal_head is True"),
+        ("z-lab", lambda c, t: (c.update(causal=True), inner(causal=False)(c, t)), "causal is True, causal is False"),
+        ("z-lab", inner(block_size=BLOCK + 1), "contradicts itself: block_size is 6, block_size is 7"),
+        ("z-lab", put("dflash_config", [1]), "no JSON object dflash_config"),
+        ("z-lab", without("mask_token_id"), "mask_token_id is missing"),
+        ("z-lab", dropped("block_size"), "block_size is missing"),
+        ("z-lab", put("layer_types", SLIDING), "layer_types .*sliding_attention.*: only full_attention is served"),
+        ("z-lab", inner(use_swa=True), "use_swa is true"),
+        ("z-lab", inner(input_embedding_scale=2.0), "input_embedding_scale 2.0 is not served"),
+        ("z-lab", put("final_logit_softcapping", 30.0), "final_logit_softcapping 30.0 is not served"),
+        (
+            "z-lab",
+            put("candidate_selector.hidden_projection.weight", torch.ones(4, H)),
+            "candidate_selector.* is unknown",
+        ),
+        ("JetSpec", put("hidden_dim_adapter.proj.weight", torch.ones(H, H)), "hidden_dim_adapter.* is unknown"),
+        ("JetSpec", inner(target_hidden_size=2 * H), "fc.weight has shape"),
+        ("DeepSpec", put("markov_head_type", "gated"), "markov_head_type 'gated' is not served"),
+        ("DeepSpec", put("markov_head.gate_proj.weight", torch.ones(RANK, H + RANK)), "gate_proj.weight is unknown"),
+        ("DeepSpec", dropped("confidence_head.proj.bias"), "confidence_head.proj.bias is missing"),
+        ("DeepSpec", put("confidence_head_with_markov", False), "confidence_head.proj.weight has shape"),
+        ("DeepSpec", put("lm_head.weight", torch.ones(VOCAB - 1, H)), "lm_head.weight has shape"),
+        ("z-lab", dropped("hidden_norm.weight"), "hidden_norm.weight is missing"),
+        ("z-lab", put("fc.weight", torch.ones(H, 3 * H)), r"fc.weight has shape \[32, 96\], expected \[32, 128\]"),
+        ("z-lab", inner(target_layer_ids=[-1, 2, 4, LAYERS - 1]), "feature_layers: 8 is not among 0..7"),
+        ("z-lab", inner(target_layer_ids=[]), "does not name the layers"),
+        ("speculators", put("aux_hidden_state_layer_ids", [1, 3, 5, LAYERS]), "feature_layers: 8 is not among 0..7"),
+        ("speculators", put("aux_hidden_state_layer_ids", None), "does not name the layers"),
+        ("speculators", put("speculators_model_type", "peagle"), "speculators_model_type is 'peagle'"),
+        ("speculators", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
+        ("speculators", put("draft_vocab_size", DRAFT), "no d2t, which a reduced vocabulary needs"),
+        (
+            "speculators' DSpark",
+            lambda c, t: t.update(d2t=torch.arange(DRAFT), t2d=torch.arange(VOCAB) < DRAFT),
+            "the offsets d2t do not name the ids that t2d does",
+        ),
     ],
 )
-def test_what_does_not_fit_is_named(
-    name: str, spoil: Callable[[dict[str, Any], Tensors], None], why: str, target: Path, tmp_path: Path
-) -> None:
-    config, tensors = LAYOUTS[name]()
+def test_what_does_not_fit_is_named(name: str, spoil: Spoil, reason: str, target: Path, tmp_path: Path) -> None:
+    make, kind, _ = LAYOUTS[name]
+    config, tensors = make()
     spoil(config, tensors)
-    with pytest.raises(InvalidField, match=why):
-        load(written(tmp_path / "in", (config, tensors)), target)
+    with pytest.raises(InvalidField, match=reason) as refused:
+        load_head(kind, written(tmp_path, (config, tensors)), target)
+    assert "\n" not in str(refused.value)
 
 
 def test_pickles_are_refused_with_the_way_to_convert_them(target: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", eagle3())
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InvalidField, match=r"pytorch_model.bin is a pickle.*save_file"):
-        load(folder, target)
+        load_head(kind_in(folder), folder, target)
     config, tensors = specblock()
     del tensors["d2t"]
     folder = written(tmp_path / "mapped", (config, tensors))
     (folder / "vocab_mapping.pt").write_bytes(b"x")
     with pytest.raises(InvalidField, match=r"vocab_mapping.pt is a pickle"):
-        load(folder, target)
+        load_head(kind_in(folder), folder, target)
 
 
 def test_a_full_vocabulary_needs_no_map(target: Path, tmp_path: Path) -> None:
@@ -205,7 +415,7 @@ def test_a_full_vocabulary_needs_no_map(target: Path, tmp_path: Path) -> None:
     config["draft_vocab_size"] = None
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     tensors["lm_head.weight"] = random(VOCAB, H)
-    loaded = load(written(tmp_path / "in", (config, tensors)), target)
+    loaded = load_head("eagle3", written(tmp_path / "in", (config, tensors)), target)
     assert loaded.config.draft_vocab_size == VOCAB
     assert not loaded.model.d2t.any()
 
@@ -249,3 +459,139 @@ def test_what_does_not_fit_a_layout_of_our_own_is_named(target: Path, tmp_path: 
         load_head("eagle3", folder, target)
     with pytest.raises(InvalidField, match="is a dflash head; adapted are"):
         Learner(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "causal"),
+    [
+        ({}, False),
+        ({"causal": True}, True),
+        ({"causal_head": True}, True),
+        ({"is_causal": True, "causal": True, "causal_head": True}, True),
+    ],
+)
+def test_each_spelling_of_causality_is_read(
+    spelling: dict[str, bool], causal: bool, target: Path, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, zlab(**spelling))
+    assert kind_in(folder) == ("jetspec" if causal else "dflash")
+    assert load_head(kind_in(folder), folder, target).config.causal == causal
+    with pytest.raises(InvalidField, match="is a checkpoint of kind"):
+        load_head("dflash" if causal else "jetspec", folder, target)
+
+
+@pytest.mark.parametrize(
+    ("made", "predicts"),
+    [
+        (zlab(), False),
+        (zlab(projector_type="dspark"), True),
+        (zlab(markov_rank=RANK), True),
+        (deepspec(markov_rank=0), True),
+        (masks_of_speculators("dspark", sample_from_anchor=None), True),
+        (masks_of_speculators(sample_from_anchor=None), False),
+    ],
+)
+def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: bool, tmp_path: Path) -> None:
+    config, tensors = made
+    ranks = config.get("markov_rank") or config.get("dflash_config", {}).get("markov_rank")
+    tensors |= {name: tensor for name, tensor in tables().items() if ranks and name.startswith("markov")}
+    read = read_head(written(tmp_path, (config | {"enable_confidence_head": False}, tensors))).config
+    assert (read.sample_from_anchor, read.slots) == (predicts, BLOCK - (not predicts))
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "ids"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (20, 2, (1, 17)),
+        (20, 1, (10,)),
+    ],
+)
+def test_layers_that_are_not_named_are_the_authors_default(
+    layers: int, count: int, ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    config, _ = zlab(target_layer_ids=None)
+    config |= {"num_target_layers": layers, "num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+    tensors = backbone(count, count)
+    assert read_head(written(tmp_path, (config, tensors))).config.feature_layers == tuple(layer + 1 for layer in ids)
+    del config["num_target_layers"]
+    with pytest.raises(InvalidField, match="does not name the layers"):
+        read_head(written(tmp_path, (config, tensors)))
+
+
+def test_a_head_without_an_output_layer_reads_the_targets_rows_of_its_vocabulary(target: Path, tmp_path: Path) -> None:
+    config, tensors = reduced()
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        del tensors[name]
+    folder, ids = written(tmp_path / "head", (config, tensors)), tensors["t2d"].nonzero().flatten()
+    output = load_file(target / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(load_head("dspark", folder, target).model.lm_head.weight, output[ids])
+    tied = make_target(tmp_path / "tied", VOCAB, layers=LAYERS, hidden=H, tokenizer=False)
+    theirs = load_file(tied / "model.safetensors")
+    del theirs["lm_head.weight"]
+    save_file(theirs, tied / "model.safetensors", {"format": "pt"})
+    loaded = load_head("dspark", folder, tied)
+    assert torch.equal(loaded.model.lm_head.weight, theirs["model.embed_tokens.weight"][ids])
+
+
+def test_a_block_reads_what_the_embedding_module_of_the_target_gives(target: Path, tmp_path: Path) -> None:
+    scaling = make_target(tmp_path / "gemma", VOCAB, layers=LAYERS, hidden=H, tokenizer=False)
+    config = json.loads((scaling / "config.json").read_text())
+    config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+    (scaling / "config.json").write_text(json.dumps(config))
+    module = AutoModelForCausalLM.from_pretrained(scaling).get_input_embeddings()
+    given = module(torch.arange(VOCAB)).detach()
+    assert not torch.equal(given, module.weight)
+    assert torch.allclose(load_head("dflash", written(tmp_path / "zlab", zlab()), scaling).embedding, given)
+    own = deepspec()
+    loaded = load_head("dspark", written(tmp_path / "deepspec", own), scaling)
+    assert torch.equal(loaded.embedding, own[1]["embed_tokens.weight"].float())
+
+
+def test_the_feature_layers_of_an_eagle_config_are_read(target: Path, tmp_path: Path) -> None:
+    config, tensors = eagle3()
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
+    assert load_head("eagle3", written(tmp_path, (config, tensors)), target).config.feature_layers == (2, 3, 6)
+
+
+# --- what no loader can notice costs accepted tokens ---
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+LONG = 64
+SEEN = (2, 3, 10, 11, 17, 18)
+"""layers of the target that the shipped DSpark head reads, and the ones behind them"""
+
+
+@pytest.fixture(scope="module")
+def accepted() -> Callable[..., float]:
+    """Tokens a step of the shipped DSpark head's chains, of which its config.json says something else."""
+    engine, tokenizer = load_engine(DEMO / "target", dtype="float32", kv_tokens=2048), load_tokenizer(DEMO / "target")
+    prompts = [
+        'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file as a list."""',
+        "Question: Tom reads 12 pages a day for 5 days. How many pages does he read?\nAnswer:",
+        "import os\nimport sys\n\n\ndef main(argv):\n",
+    ]
+    ids = [tokenizer.encode(prompt).ids for prompt in prompts]
+    answers = Answerer(engine, layers=SEEN).answer(ids, [LONG] * len(ids), 0.7, 3)
+
+    def length(folder: Path, share: float = 1.0, **changes: Any) -> float:
+        shutil.copytree(DEMO / "dspark-code", folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        loaded = load_head("dspark", folder, DEMO / "target")
+        places = [SEEN.index(layer) for layer in loaded.config.feature_layers]
+        shape = (LONG, len(SEEN), loaded.config.hidden_size)
+        seen = [replace(each, features=each.features.view(shape)[:, places].flatten(1) * share) for each in answers]
+        read, positions = as_positions(seen)
+        teacher = Teacher(read, read_output(DEMO / "target"), loaded.model.target_ids)
+        return accepted_length(measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions))
+
+    return length
+
+
+def test_a_head_of_which_something_wrong_is_said_drafts_worse(accepted: Callable[..., float], tmp_path: Path) -> None:
+    honest = accepted(tmp_path / "honest")
+    assert accepted(tmp_path / "layers", target_layer_ids=[9, 1, 16]) < 0.995 * honest
+    assert accepted(tmp_path / "anchor", sample_from_anchor=False) < 0.93 * honest
+    assert accepted(tmp_path / "mask", mask_token_id=11) < 0.96 * honest
+    assert accepted(tmp_path / "blank", 0.0) < 0.7 * honest

@@ -24,11 +24,12 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead, common_width, tokenizer_hash
 from coppice.heads.registry import build_head, served_head
-from coppice.speculation.sampling import SamplingParams, noise
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
 from tests.tiny import make_target
+from tests.unit.test_feature_heads import Slow, Tokens, assert_same, drafted
 
 VOCAB, MAX_LEN = 120, 640
 GREEDY = SamplingParams()
@@ -103,48 +104,28 @@ def draft(head: LanguageModelHead, job: DraftJob) -> DraftTree:
     return drafts(head, [job])[0].nodes
 
 
-def assert_same(actual: DraftTree, expected: DraftTree) -> None:
-    """The same nodes; scores differ by rounding."""
-    assert actual.tokens.tolist() == expected.tokens.tolist()
-    assert actual.parents.tolist() == expected.parents.tolist()
-    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=1e-4)
-
-
 def logits_after(model: Any, ids: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         return model(torch.tensor([list(ids)])).logits[0, -1]
 
 
-def scores_after(model: Any, ids: Sequence[int], sampling: SamplingParams, coupled: bool) -> Tensor:
-    """(V,) by definition: log q, at T > 0 reweighted by the noise of the position the token would stand at."""
-    scores = (logits_after(model, ids) / (sampling.temperature or 1.0)).log_softmax(-1)
-    if sampling.temperature and coupled:
-        scores = (scores.double() + torch.from_numpy(noise(sampling.seed, len(ids), np.arange(VOCAB)))).log_softmax(-1)
-    return scores
+class SlowModel(Slow):
+    """A plain forward for each node."""
+
+    def __init__(self, model: Any, ids: Sequence[int], top_k: int, depth: int) -> None:
+        self.model, self.text, self.depth, self.said = model, ids, depth, {}
+        self.settings, self.ids = DrafterSettings(kind="lm", top_k=top_k), torch.arange(VOCAB)
+
+    def logits(self, text: Any, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        return logits_after(self.model, [*self.text, job.root, *path])
 
 
-def slow_tree(model: Any, ids: Sequence[int], job: DraftJob, top_k: int, depth: int) -> DraftTree:
-    """EAGLE-2's tree by a plain forward for each node: expand the best of a level, keep the best of all."""
-    texts: list[list[int]] = [[*ids, job.root]]
-    parents, scores = [-1], [0.0]
-    frontier = [0]
-    for _ in range(min(depth, job.budget)):
-        new: list[int] = []
-        for node in frontier:
-            best = scores_after(model, texts[node], job.sampling, job.coupled).topk(top_k)
-            for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                texts.append([*texts[node], token])
-                parents.append(node)
-                scores.append(scores[node] + score)
-                new.append(len(texts) - 1)
-        frontier = sorted(new, key=lambda node: -scores[node])[:top_k]
-    kept = sorted(sorted(range(1, len(texts)), key=lambda node: -scores[node])[: job.budget])
-    numbers = {node: number for number, node in enumerate([0, *kept])}
-    return DraftTree(
-        np.array([texts[node][-1] for node in kept], np.int64),
-        np.array([numbers[parents[node]] for node in kept], np.int64),
-        np.array([scores[node] for node in kept], np.float32),
-    )
+def is_the_models(
+    head: LanguageModelHead, model: Any, ids: Sequence[int], job: DraftJob, top_k: int, depth: int
+) -> None:
+    """The head drafts what the slow reference does."""
+    (tree,) = drafted(head, [job])
+    assert_same(tree, SlowModel(model, ids, top_k, depth).tree(None, 0, job), job.budget)
 
 
 @pytest.mark.parametrize("budget", [3, 64])
@@ -157,23 +138,14 @@ def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
 ) -> None:
     ids = some_ids(17, budget)
     job = DraftJob(opened(head, 1, ids), 5, len(ids), budget, sampling, coupled)
-    tree = draft(head, job)
-    assert len(tree) == min(budget, 4 + 4 * 4 * 4)
-    assert_same(tree, slow_tree(model, ids, job, top_k=4, depth=5))
+    assert len(draft(head, job)) == min(budget, 4 + 4 * 4 * 4)
+    is_the_models(head, model, ids, job, 4, 5)
 
 
 def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        sliding_window=3,
-        initializer_range=0.3,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "sliding_window": 3}
+    config = MistralConfig(vocab_size=VOCAB, initializer_range=0.3, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -181,9 +153,8 @@ def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
     head = LanguageModelHead(DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6))
     ids = some_ids(11)
     job = DraftJob(opened(head, 0, ids), 5, len(ids), 40, GREEDY)
-    tree = draft(head, job)
-    assert tree.depths().max() > 3
-    assert_same(tree, slow_tree(model, ids, job, top_k=3, depth=6))
+    assert draft(head, job).depths().max() > 3
+    is_the_models(head, model, ids, job, 3, 6)
 
 
 def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +167,7 @@ def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, mo
         with pytest.raises(ZeroDivisionError):
             draft(head, job)
     fresh = DraftJob(opened(head, 1, [*text, 5, 6, 7]), 7, 15, 20, GREEDY)
-    assert_same(draft(head, job), draft(head, fresh))
+    assert_same(*drafted(head, [job, fresh]), 20)
 
 
 def test_a_step_computes_what_is_new_and_not_the_text_again(
@@ -222,20 +193,8 @@ def test_a_step_computes_what_is_new_and_not_the_text_again(
         draft(head, DraftJob(0, 3, length, 64, GREEDY))
         assert rows == [len(committed) + 1, 4, 4, 4, 4]  # what was committed and the root, then a level each
         rows.clear()
-        job = DraftJob(0, 3, length, 64, GREEDY)
-        assert_same(draft(head, job), slow_tree(model, text, job, top_k=4, depth=5))
+        is_the_models(head, model, text, DraftJob(0, 3, length, 64, GREEDY), 4, 5)
         assert rows[0] == 1
-
-
-def test_chain_mode_is_the_greedy_continuation(heads: Any, model: Any) -> None:
-    head, ids = heads(top_k=1, depth=12), some_ids(20)
-    expected = model.generate(torch.tensor([[*ids, 5]]), do_sample=False, max_new_tokens=12, eos_token_id=None)
-    opened(head, 0, ids)
-    for budget in (12, 64, 5):
-        tree = draft(head, DraftJob(0, 5, 20, budget, GREEDY))
-        assert tree.tokens.tolist() == expected[0, 21 : 21 + min(budget, 12)].tolist()
-        assert tree.parents.tolist() == list(range(len(tree)))
-    head.close(0)
 
 
 @pytest.mark.parametrize("budget", [3, 40])
