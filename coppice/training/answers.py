@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -65,6 +63,9 @@ RECORD, BEGUN = "made-from.json", ".begun.json"
 """in a folder of answers: what they were made from; the ids of shards that are not complete"""
 
 
+_PARTS = ("ids", "features", "final")
+
+
 @dataclass(frozen=True)
 class Answer:
     """Texts with the target's features and final hidden states at each token."""
@@ -76,7 +77,7 @@ class Answer:
 
 def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
     """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
-    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
+    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in _PARTS)
 
     def read(positions: Tensor) -> Answer:
         return Answer(ids[positions], features[positions].float(), final[positions].float())
@@ -88,7 +89,6 @@ def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], l
 class _Text:
     """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
 
-    number: int
     table: BlockTable
     waiting: deque[int]
     length: int
@@ -98,76 +98,76 @@ class _Text:
     final: list[Tensor] = field(default_factory=list)
 
 
-class Answerer:
-    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
+def write_answers(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    temperatures: Sequence[float] = (),
+    seed: int = 0,
+    layers: tuple[int, ...] = (),
+    following: Callable[[int], Sequence[int]] = lambda number: (),
+    fed: Callable[[list[list[int]]], None] = lambda ids: None,
+) -> list[Answer]:
+    """Let a target write a text of lengths[n] tokens from each prompt n, all at once, and keep its hidden states.
 
-    def __init__(
-        self, engine: Engine, fed: Callable[[list[list[int]]], None] = lambda ids: None, layers: tuple[int, ...] = ()
-    ) -> None:
-        """fed: called after each forward with the ids of all texts so far.
+    End-of-text ids are tokens like any other; `following` gives the prompt behind one in text n. temperatures: of each
+    text; empty: greedy. layers: those whose features are kept; empty: the engine's own. fed: called after each forward
+    with the ids of all texts so far. Raises OutOfBlocks when the pool is too small for all.
+    """
+    layers, noise = layers or engine.info.feature_layers, torch.Generator(engine.model.device).manual_seed(seed)
+    texts, final = list[_Text](), list[Tensor]()
+    output: Any = engine.model.get_output_embeddings()
+    hook = output.register_forward_pre_hook(lambda _, args: final.append(args[0][0]))
+    try:
+        for number, prompt in enumerate(prompts):
+            table = engine.pool.allocate(str(number), lengths[number])
+            heat = temperatures[number] if temperatures else 0.0
+            texts.append(_Text(table, deque(prompt), lengths[number], heat))
+        while live := [number for number, text in enumerate(texts) if len(text.ids) < text.length]:
+            drawn = _feed(engine, [texts[number] for number in live], layers, final, noise)
+            for number, token in zip(live, drawn, strict=True):
+                if not texts[number].waiting:
+                    texts[number].waiting.append(token)
+                    if token in engine.info.eos_ids:
+                        texts[number].waiting += following(number)
+            fed([text.ids for text in texts])
+    finally:
+        hook.remove()
+        for text in texts:
+            engine.pool.free(text.table)
+    return [Answer(torch.tensor(text.ids), torch.cat(text.features), torch.cat(text.final)) for text in texts]
 
-        layers: those whose features are kept; empty: the engine's own.
-        """
-        self.engine, self._fed, self._layers = engine, fed, layers or engine.info.feature_layers
-        self._final: list[Tensor] = []
-        output: Any = engine.model.get_output_embeddings()
-        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
 
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        temperature: float | Sequence[float] = 0.0,
-        seed: int = 0,
-        following: Callable[[int], Sequence[int]] = lambda number: (),
-    ) -> list[Answer]:
-        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+@torch.inference_mode()
+def _feed(
+    engine: Engine, live: list[_Text], layers: tuple[int, ...], final: list[Tensor], noise: torch.Generator
+) -> list[int]:
+    """Feed every text its waiting ids, and return the token that the target draws behind each.
 
-        `temperature` is that of all texts, or of each. `following` gives the prompt behind an end of
-        text n. Raises OutOfBlocks when the pool is too small for all.
-        """
-        temperatures = [temperature] * len(prompts) if isinstance(temperature, int | float) else temperature
-        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
-        pool, texts = self.engine.pool, list[_Text]()
-        try:
-            for number, (prompt, length, heat) in enumerate(zip(prompts, lengths, temperatures, strict=True)):
-                texts.append(_Text(number, pool.allocate(str(number), length), deque(prompt), length, heat))
-            while live := [text for text in texts if len(text.ids) < text.length]:
-                self._forward(live, noise, following)
-                self._fed([text.ids for text in texts])
-        finally:
-            for text in texts:
-                pool.free(text.table)
-        return [Answer(torch.tensor(text.ids), torch.cat(text.features), torch.cat(text.final)) for text in texts]
-
-    @torch.inference_mode()
-    def _forward(self, live: list[_Text], noise: torch.Generator, following: Callable[[int], Sequence[int]]) -> None:
-        """Feed every text its waiting ids, and let the token that the target draws next wait."""
-        counts = [min(text.length - len(text.ids), LONGEST_CHUNK, len(text.waiting)) for text in live]
-        chunks = [[text.waiting.popleft() for _ in range(count)] for text, count in zip(live, counts, strict=True)]
-        pieces = [
-            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
-            for text, chunk in zip(live, chunks, strict=True)
-        ]
-        self._final.clear()
-        out = self.engine.forward(pack(pieces, self._layers))
-        (final,) = self._final
-        features = final[:, :0] if out.features is None else out.features
-        logits = out.logits[torch.tensor(counts).cumsum(0) - 1].float()
-        tokens = logits.argmax(-1)
-        heat = torch.tensor([text.temperature for text in live], dtype=torch.float64, device=logits.device)[:, None]
-        if bool(heat.any()):
-            probabilities = (logits / heat.clamp_min(COLDEST).float()).softmax(-1)
-            tokens = torch.where(heat[:, 0] > 0, torch.multinomial(probabilities, 1, generator=noise)[:, 0], tokens)
-        parts = zip(torch.split(features, counts), torch.split(final, counts), strict=True)
-        for text, chunk, token, (features, final) in zip(live, chunks, tokens.tolist(), parts, strict=True):
-            text.features.append(features)
-            text.final.append(final)
-            text.ids += chunk
-            if not text.waiting:
-                text.waiting.append(token)
-                if token in self.engine.info.eos_ids:
-                    text.waiting += following(text.number)
+    The forward leaves the states that its output layer reads in `final`.
+    """
+    counts = [min(text.length - len(text.ids), LONGEST_CHUNK, len(text.waiting)) for text in live]
+    chunks = [[text.waiting.popleft() for _ in range(count)] for text, count in zip(live, counts, strict=True)]
+    pieces = [
+        Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
+        for text, chunk in zip(live, chunks, strict=True)
+    ]
+    final.clear()
+    out = engine.forward(pack(pieces, layers))
+    features = final[0][:, :0] if out.features is None else out.features
+    logits = out.logits[torch.tensor(counts).cumsum(0) - 1].float()
+    tokens = logits.argmax(-1)
+    heat = torch.tensor([text.temperature for text in live], dtype=torch.float64, device=logits.device)[:, None]
+    if bool(heat.any()):
+        probabilities = (logits / heat.clamp_min(COLDEST).float()).softmax(-1)
+        tokens = torch.where(heat[:, 0] > 0, torch.multinomial(probabilities, 1, generator=noise)[:, 0], tokens)
+    parts = zip(torch.split(features, counts), torch.split(final[0], counts), strict=True)
+    for text, chunk, (its_features, its_final) in zip(live, chunks, parts, strict=True):
+        text.ids += chunk
+        text.features.append(its_features)
+        text.final.append(its_final)
+    drawn: list[int] = tokens.tolist()
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,17 @@ class TargetAnswers:
         ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
         return Answer(ids.long(), features.float(), final.float())
 
+    def write(self, shard: _Shard, texts: Sequence[Answer]) -> None:
+        """Write the texts of a shard."""
+        ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in _PARTS)
+        parts = {"ids": ids.int(), "features": features.bfloat16(), "final": final.bfloat16()}
+        write_whole(self.folder / shard.name, parts)
+
     def _stretch(self, start: int, length: int) -> list[Tensor]:
         number, at = divmod(start, self.shard_tokens)
         if number not in self._files:
             self._files[number] = safe_open(self.folder / self.shards[number].name, framework="pt")
-        return [self._files[number].get_slice(name)[at : at + length] for name in ("ids", "features", "final")]
+        return [self._files[number].get_slice(name)[at : at + length] for name in _PARTS]
 
     def _positions(self, domain: str, held_out: bool) -> NDArray[np.int64]:
         own = [n for n, shard in enumerate(self.shards) if (shard.domain, shard.held_out) == (domain, held_out)]
@@ -281,17 +287,14 @@ def record_answers(
         corpora = _load(lines, target)
         facts = {corpus.name: corpus.facts() for corpus in corpora}
         folder.mkdir(parents=True, exist_ok=True)
-        partial_record = record.with_suffix(".partial")
-        partial_record.write_text(json.dumps({"source": source, "facts": facts}) + "\n", encoding="utf-8")
-        partial_record.rename(record)
+        write_whole(record, json.dumps({"source": source, "facts": facts}) + "\n")
     made_from = json.loads(record.read_text(encoding="utf-8"))
     if made_from["source"] != source:
         raise DataError(f"{folder} holds target answers made from {made_from['source']}; these would be from {source}")
     answers = TargetAnswers(folder, plan, made_from["facts"], layers)
     if missing := [shard for shard in answers.shards if not (folder / shard.name).exists()]:
         engine = load_engine(target, device=device, dtype=dtype, kv_tokens=AT_ONCE * (answers.shard_tokens + 128))
-        recorder = _Recorder(answers, corpora or _load(lines, target), load_tokenizer(target), progress)
-        recorder.record(engine, missing)
+        _Recorder(answers, corpora or _load(lines, target), target, progress).record(engine, missing)
     else:
         progress(answers.tokens, answers.tokens)
     return answers
@@ -313,79 +316,63 @@ class _Recorder:
     """Records shards, some at once, and keeps the ids of those that are not complete in a file."""
 
     def __init__(
-        self,
-        answers: TargetAnswers,
-        corpora: Sequence[Corpus],
-        tokenizer: Tokenizer,
-        progress: Callable[[int, int], None],
+        self, answers: TargetAnswers, corpora: Sequence[Corpus], target: Path, progress: Callable[[int, int], None]
     ) -> None:
-        self.answers, self.tokenizer, self.progress = answers, tokenizer, progress
-        self.corpora = {corpus.name: corpus for corpus in corpora}
-        self.file = answers.folder / BEGUN
-        self.begun: dict[str, list[list[int]]] = {}
-        """ids of each text of a shard"""
-        if self.file.exists():
-            self.begun = json.loads(self.file.read_text(encoding="utf-8"))
-        self.now: Sequence[_Shard] = ()
+        self.answers, self.progress, self.file = answers, progress, answers.folder / BEGUN
+        self.tokenizer, self.corpora = load_tokenizer(target), {corpus.name: corpus for corpus in corpora}
+        self.shards: Sequence[_Shard] = ()
+        """those that are recorded now"""
         self.recorded = self.replayed = 0
         """tokens of complete shards, and with those that an earlier recording wrote"""
         self.saved = 0.0
 
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
         """Record the shards that are missing."""
-        answers, answerer = self.answers, Answerer(engine, self._fed, self.answers.layers)
-        self.begun = {shard.name: self.begun[shard.name] for shard in missing if shard.name in self.begun}
-        missing = sorted(missing, key=lambda shard: shard.name not in self.begun)  # those that the file has, at once
+        answers, plan, count, begun = self.answers, self.answers.plan, len(TEMPERATURES), dict[str, list[list[int]]]()
+        if self.file.exists():
+            earlier = json.loads(self.file.read_text(encoding="utf-8"))
+            begun = {shard.name: earlier[shard.name] for shard in missing if shard.name in earlier}
+        missing = sorted(missing, key=lambda shard: shard.name not in begun)  # those that the file has, at once
+        begun_tokens = sum(len(ids) for texts in begun.values() for ids in texts)
         self.recorded = answers.tokens - len(missing) * answers.shard_tokens
-        self.replayed = self.recorded + sum(len(ids) for texts in self.begun.values() for ids in texts)
+        self.replayed = self.recorded + begun_tokens
         self.progress(self.replayed, answers.tokens)
         for at in range(0, len(missing), AT_ONCE):
-            self.now = missing[at : at + AT_ONCE]
-            self._record(answerer)
-            self.recorded += len(self.now) * answers.shard_tokens
+            self.shards = missing[at : at + AT_ONCE]
+            rng = np.random.default_rng([plan.seed, seed_of(self.shards[0].name), begun_tokens])
+            following = partial(self._prompt, rng)
+            ids = [its for shard in self.shards for its in begun.get(shard.name, [[]] * count)]
+            texts = write_answers(
+                engine,
+                [its or following(number) for number, its in enumerate(ids)],
+                [plan.length] * len(ids),
+                TEMPERATURES * len(self.shards),
+                int(rng.integers(2**62)),
+                answers.layers,
+                following,
+                self._fed,
+            )
+            for number, shard in enumerate(self.shards):
+                answers.write(shard, texts[number * count : (number + 1) * count])
+            self.recorded += len(self.shards) * answers.shard_tokens
         self.file.unlink(missing_ok=True)
 
-    def _record(self, answerer: Answerer) -> None:
-        plan, count = self.answers.plan, len(TEMPERATURES)
-        place = [plan.seed, seed_of(self.now[0].name), sum(len(ids) for texts in self.begun.values() for ids in texts)]
-        rng = np.random.default_rng(place)
-
-        def following(number: int) -> list[int]:
-            return self._prompt(self.now[number // count], rng)
-
-        begun = [ids for shard in self.now for ids in self.begun.get(shard.name, [[]] * count)]
-        prompts = [ids or following(number) for number, ids in enumerate(begun)]
-        lengths, temperatures = [plan.length] * len(prompts), TEMPERATURES * len(self.now)
-        texts = answerer.answer(prompts, lengths, temperatures, int(rng.integers(2**62)), following)
-        for number, shard in enumerate(self.now):
-            its, file = texts[number * count : (number + 1) * count], self.answers.folder / shard.name
-            tensors = {
-                "ids": torch.cat([text.ids for text in its]).int(),
-                "features": torch.cat([text.features for text in its]).bfloat16().cpu(),
-                "final": torch.cat([text.final for text in its]).bfloat16().cpu(),
-            }
-            save_file(tensors, f"{file}.partial")
-            os.replace(f"{file}.partial", file)
-
     def _fed(self, ids: list[list[int]]) -> None:
-        """Say how far the recording is, and keep the ids so far from time to time."""
-        done, ended = self.recorded + sum(map(len, ids)), False
+        """Say how far the recording is, and keep the ids so far from time to time, and when `progress` ends it."""
+        done, ended = self.recorded + sum(map(len, ids)), True
         try:
             self.progress(max(done, self.replayed), self.answers.tokens)
-        except BaseException:
-            ended = True
-            raise
+            ended = False
         finally:
             if done >= self.replayed and (ended or time.monotonic() - self.saved > SAVE_S):  # before, the file has more
                 count = len(TEMPERATURES)
-                begun = {shard.name: ids[count * n : count * (n + 1)] for n, shard in enumerate(self.now)}
-                partial_file = self.file.with_suffix(".partial")
-                partial_file.write_text(json.dumps(begun), encoding="utf-8")
-                partial_file.rename(self.file)
+                begun = {shard.name: ids[count * n : count * (n + 1)] for n, shard in enumerate(self.shards)}
+                write_whole(self.file, json.dumps(begun))
                 self.saved = time.monotonic()
 
-    def _prompt(self, shard: _Shard, rng: np.random.Generator) -> list[int]:
-        """Draw a prompt: the end of a chat, or a stretch of a document, half the time its beginning."""
+    def _prompt(self, rng: np.random.Generator, number: int) -> list[int]:
+        """Draw a prompt for a text: the end of a chat, or a stretch of a document, half the time its beginning."""
+        shard = self.shards[number // len(TEMPERATURES)]
         corpus = self.corpora[shard.domain]
         texts = corpus.held_out if shard.held_out else corpus.train
         text = texts[int(rng.integers(len(texts)))]
@@ -395,3 +382,13 @@ class _Recorder:
         length = int(rng.choice(PROMPT_LENGTHS))
         start = int(rng.integers(0, max(1, len(ids) - length))) if rng.random() < 0.5 else 0
         return ids[start : start + length]
+
+
+def write_whole(file: Path, content: str | Mapping[str, Tensor], notes: dict[str, str] | None = None) -> None:
+    """Write a text, or tensors with `notes` as safetensors, into a file that takes an older one's place when whole."""
+    partial_file = file.with_name(f"{file.name}.partial")
+    if isinstance(content, str):
+        partial_file.write_text(content, encoding="utf-8")
+    else:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in content.items()}, partial_file, notes)
+    partial_file.replace(file)

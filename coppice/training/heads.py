@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -22,7 +22,6 @@ from coppice.training.answers import TargetAnswers
 from coppice.training.data import copy_tokenizer, held_out_batches
 from coppice.training.losses import (
     LOSSES,
-    STEPS,
     HeadLoss,
     Student,
     Teacher,
@@ -81,9 +80,8 @@ class HeadInTraining(nn.Module):
 
     best_by: ClassVar[str] = ""
     """the figure that is highest for the best weights; empty: the held-out loss is lowest"""
-
-    def begin(self, share: Callable[[], float]) -> None:
-        """Get ready for a run; `share` says how much of it is done, 0 to 1."""
+    share: float = 0.0
+    """how much of the run is done, 0 to 1; the trainer says it before each step"""
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the mean loss over (B, T) positions, each row a stretch of one text: see `answers.read(rows)`."""
@@ -216,23 +214,17 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
         self.teacher = Teacher(answers.read, output.to(options.device), draft_ids)
         self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
-        # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
-        self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, ranks=False)
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
         self.texts = {name: list(batch[:, :-1].to(options.device)) for name, batch in batches.items()}
         """positions of held-out texts, (N + 1,) each, by the name of their domain"""
 
-    def begin(self, share: Callable[[], float]) -> None:
-        """Let the rank head and the mask start when so much of the run is done."""
-        self.trained.share = share
-
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the kind's loss."""
-        return self.trained(self, rows)
+        return self.trained(self, rows, self.share)
 
     def held_out_loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
-        """Return the loss without a mask."""
-        return self.judge(self, rows)
+        """Return the loss without a mask, which admits more and harder rows as a head gets better."""
+        return self.trained.held_out(self, rows)
 
     def figures(self) -> dict[str, float]:
         """Measure the accepted length."""

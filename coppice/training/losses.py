@@ -231,14 +231,26 @@ def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SlotOutput:
-    """A slot's logits (n, D), gold draft ids (n,) and rank logits (n, 4) on the rows that the mask admits."""
+class Slot:
+    """What a head says in a slot on the n rows that the mask admits, and what it is to say."""
 
-    logits: Tensor
-    gold: Tensor
+    logits: Tensor  # (n, D)
+    normed: Tensor  # (n, hidden)
+    previous: Tensor  # (n,) ids of the tokens before
+    gold: Tensor  # (n,) draft ids
+    taught: Tensor  # (n, D) the target's log-probabilities
     tried: int
     """the n rows, and those whose token is outside the draft vocabulary"""
-    ranks: Tensor | None = None
+
+    @property
+    def right(self) -> Tensor:
+        """(n,) bool: where the best draft is the target's token."""
+        return self.logits.detach().argmax(-1) == self.gold
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many rows are right, of how many that were tried."""
+        return int(self.right.sum()), self.tried
 
 
 class Student(nn.Module):
@@ -257,7 +269,7 @@ def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
     return torch.bucketize(rank, torch.tensor(RANK_BOUNDS, device=rank.device))
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadLoss:
     """Draft and rank losses over blocks (SpecBlock, section 3.3). A kind of head has its own number of them.
 
@@ -272,80 +284,91 @@ class HeadLoss:
     """weight of a slot over the one before, and the loss is their mean; None: their sum"""
     valid_prefix: bool = False
     """whether only rows that were right so far count"""
-    ranks: bool = True
-    """whether the rank head or the confidence head, if there is one, learns"""
-    share: Callable[[], float] = lambda: 1.0
-    """how much of the run is done"""
-    cut: int = 0
-    """every block's cut; 0 draws one for each batch and block"""
     every: int = 1
     """later blocks, and blocks of masks, start from every so many rows: block 1 is what most steps need"""
-    restart: bool = True
-    """whether a block's mask forgets that the block before went wrong"""
-    observe: Callable[[SlotOutput], None] | None = None
-    anchor: Any = None
-    """a frozen copy that the student is to stay near, `anchor_weight` times their divergence"""
+    anchor: Student | None = None
+    """a frozen copy that the student is to stay near, `anchor_weight` times their divergence; without a mask"""
     anchor_weight: float = 0.0
     states: Callable[[Any, Answer, Targets, Tensor, Sequence[int]], Iterator[Tensor]] = walk
     """what a kind's model computes in training"""
 
-    def whole(self, slots: int, steps: int) -> HeadLoss:
-        """Return the loss over two blocks without cuts, or over so many `steps` of a head with one of the `slots`."""
-        return replace(self, blocks=steps if slots == 1 else 2, cut=slots)
+    def __call__(self, student: Any, positions: Tensor, share: float = 1.0, cuts: Sequence[int] = ()) -> Tensor:
+        """Return the loss in nats of the texts at (B, N + 1) positions after a `share` of the run.
 
-    def __call__(self, student: Any, positions: Tensor) -> Tensor:
-        """Return the loss in nats of the texts at (B, N + 1) positions."""
+        `cuts` are those of the blocks; without any each batch and block draws one.
+        """
+        slots = self.slots(student, positions, cuts, masked=self.valid_prefix and share >= MASK_AFTER)
+        anchored: Iterable[Slot | None] = repeat(None)
+        if self.anchor is not None:
+            anchored = self.slots(self.anchor, positions, cuts, masked=False)
+        total: Any = 0.0
+        weight, weights = 1.0, 0.0
+        for slot, copy in zip(slots, anchored, strict=False):
+            total = total + weight * self._of(slot, student.model, share >= RANK_AFTER)
+            if copy is not None:
+                total = total + weight * self.anchor_weight * divergence(slot.logits, copy.logits)
+            weights, weight = weights + weight, weight * (self.decay or 1.0)
+        loss: Tensor = total if self.decay is None else total / weights
+        return loss
+
+    def held_out(self, student: Any, positions: Tensor) -> Tensor:
+        """Return the loss of the drafts alone, without a mask and with whole blocks: it compares over a run."""
+        slots = student.model.config.slots
+        return self(student, positions, share=0.0, cuts=[slots] * (STEPS if slots == 1 else 2))
+
+    def chain(self, student: Any, positions: Tensor) -> Iterator[Slot]:
+        """Draft greedily behind every token of texts, each slot where those before it were right.
+
+        The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
+        """
+        slots = student.model.config.slots
+        cuts = [slots] * (8 if slots == 1 else 2)
+        return replace(self, every=1).slots(student, positions, cuts, masked=True, restart=False)
+
+    def _of(self, slot: Slot, model: Any, ranking: bool) -> Tensor:
+        """Return a slot's losses; a rank head or a confidence head, if there is one, learns if `ranking`."""
+        loss = self.distance(slot.logits, slot.taught)
+        if not ranking or not len(slot.gold):
+            return loss
+        if getattr(model, "confidence_head", None) is not None:
+            chance = overlap(slot.logits.detach(), slot.taught)
+            confidence = model.confidence(slot.normed.detach(), slot.previous).float()
+            loss = loss + F.binary_cross_entropy_with_logits(confidence, chance)
+        if hasattr(model, "rank_head"):
+            ranks = model.rank(slot.normed, slot.logits).float()
+            loss = loss + F.cross_entropy(ranks, bucket_of(slot.logits.detach(), slot.gold))
+        return loss
+
+    def slots(
+        self, student: Any, positions: Tensor, cuts: Sequence[int] = (), masked: bool = False, restart: bool = True
+    ) -> Iterator[Slot]:
+        """Yield the slots of every block. If `masked`, only rows that were right so far count (equation 5), in each
+        block anew if `restart`.
+        """
         answer = self.teacher.read(positions)
         model, targets = student.model, Targets.of(answer, self.teacher)
-        # Drawn from the batch itself, so that a resumed run repeats it.
-        drawn = int(answer.ids.sum())
-        later = targets.rows[drawn % self.every :: self.every]
+        number = int(answer.ids.sum())  # of the batch itself, so that a resumed run draws the same
+        cuts = cuts or [1 + (number + 7919 * block) % model.config.slots for block in range(self.blocks)]
+        later = targets.rows[number % self.every :: self.every]
         if isinstance(model, MaskedBlockModel):
             targets = replace(targets, rows=later)
-        cuts = [self.cut or 1 + (drawn + 7919 * block) % model.config.slots for block in range(self.blocks)]
-        near: Iterable[Tensor | None] = repeat(None)
-        if self.anchor is not None:
-            near = torch.no_grad()(self.states)(self.anchor, answer, targets, later, cuts)
-        total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
-        ranking = self.ranks and self.share() >= RANK_AFTER
-        sure = ranking and getattr(model, "confidence_head", None) is not None
-        ranked = ranking and hasattr(model, "rank_head")
-        valid = torch.ones_like(positions[:, : len(targets.rows)], dtype=torch.bool)
-        walked = zip(self.states(student, answer, targets, later, cuts), near, strict=False)
-        for block, (states, anchored) in enumerate(walked):
-            of_block, right = states.new_zeros(()), valid
-            for slot in range(states.shape[2]):
+        valid, offset = torch.ones_like(positions[:, : len(targets.rows)], dtype=torch.bool), 0
+        for cut, states in zip(cuts, self.states(student, answer, targets, later, cuts), strict=False):
+            right = valid
+            for at in range(states.shape[2]):
                 # Only rows that the mask admits are read: the others' logits would be thrown away.
-                admitted, gold = targets.admit(right, offset + slot)
-                previous = targets.token(offset + slot)[admitted]
-                logits, normed = model.read_behind(states[:, :, slot][admitted], previous, slot)
-                taught = targets.taught(admitted, offset + slot)
-                losses = [self.distance(logits, taught)]
-                if anchored is not None:
-                    with torch.no_grad():
-                        copied, _ = self.anchor.model.read_behind(anchored[:, :, slot][admitted], previous, slot)
-                    losses.append(self.anchor_weight * divergence(logits, copied))
-                if sure and len(gold):
-                    chance = overlap(logits.detach(), taught)
-                    confidence = model.confidence(normed.detach(), previous).float()
-                    losses.append(F.binary_cross_entropy_with_logits(confidence, chance))
-                ranks = model.rank(normed, logits) if ranked and len(gold) else None
-                if ranks is not None:
-                    losses.append(F.cross_entropy(ranks.float(), bucket_of(logits.detach(), gold)))
-                for loss in losses:
-                    of_block = of_block + weight * loss
-                weights, weight = weights + weight, weight * (self.decay or 1.0)
-                if self.observe is not None:
-                    tried = int((right & targets.inside(offset + slot)).sum())
-                    self.observe(SlotOutput(logits.detach(), gold, tried, ranks))
-                if self.valid_prefix and self.share() >= MASK_AFTER:  # equation 5
+                admitted, gold = targets.admit(right, offset + at)
+                previous = targets.token(offset + at)[admitted]
+                logits, normed = model.read_behind(states[:, :, at][admitted], previous, at)
+                tried = int((right & targets.inside(offset + at)).sum())
+                slot = Slot(logits, normed, previous, gold, targets.taught(admitted, offset + at), tried)
+                yield slot
+                if masked:
                     right = admitted.clone()
-                    right[admitted] = logits.detach().argmax(-1) == gold
-            total, offset = total + of_block, offset + cuts[block]
-            valid = valid if self.restart else right
-            if block == 0 and len(targets.rows) > len(later):
+                    right[admitted] = slot.right
+            valid, offset = valid if restart else right, offset + cut
+            if len(targets.rows) > len(later):
                 valid, targets = valid[:, later], replace(targets, rows=later)
-        return total if self.decay is None else total / weights
 
 
 Counts = list[tuple[int, int]]
@@ -365,32 +388,9 @@ def accepted_length(measured: Iterable[Counts]) -> float:
 
 
 @torch.no_grad()
-def measure(
-    student: Any, loss: HeadLoss, texts: Sequence[Tensor], observe: Callable[[SlotOutput], None] | None = None
-) -> list[Counts]:
-    """Draft greedily behind every token of texts at (N + 1,) positions; `observe` is given each slot's output.
-
-    The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
-    """
-    measured = list[Counts]()
-
-    def count(output: SlotOutput) -> None:
-        measured[-1].append((int((output.logits.argmax(-1) == output.gold).sum()), output.tried))
-        if observe is not None:
-            observe(output)
-
-    chain = replace(
-        loss.whole(student.model.config.slots, steps=8),
-        every=1,
-        restart=False,
-        valid_prefix=True,
-        share=lambda: 1.0,
-        observe=count,
-    )
-    for text in texts:
-        measured.append([])
-        chain(student, text[None])
-    return measured
+def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> list[Counts]:
+    """Draft greedily behind every token of texts at (N + 1,) positions."""
+    return [[slot.counts for slot in loss.chain(student, text[None])] for text in texts]
 
 
 LEAST_TRIALS = 30

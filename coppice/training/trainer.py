@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from coppice.engine.modules import pays
 from coppice.errors import InvalidField
+from coppice.training.answers import write_whole
 from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, RunOptions, TrainingConfig
 from coppice.training.progress import Progress
@@ -171,7 +172,7 @@ class Trainer:
         for name, parameter in named.items():
             for optimiser in self.optimisers:
                 tensors |= {f"{name}|{key}": value for key, value in optimiser.state.get(parameter, {}).items()}
-        save_tensors(tensors, self.work / CHECKPOINT, {COUNTERS: json.dumps(vars(self.counters))})
+        write_whole(self.work / CHECKPOINT, tensors, {COUNTERS: json.dumps(vars(self.counters))})
 
     def train(self, title: str) -> bool:
         """Run to the end; False when a signal stopped it first (a checkpoint is then written).
@@ -210,6 +211,7 @@ class Trainer:
             return None
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.recipe.rate(self.counters.tokens)
+        self.model.share = self.counters.tokens / self.recipe.tokens
         positions, total = torch.from_numpy(batch[:, :-1]).to(self.device), 0.0
         for part in torch.split(positions, max(1, MICRO_TOKENS // length)):
             with autocast(self.device):
@@ -241,7 +243,7 @@ class Trainer:
         score = -measured[self.model.best_by] if self.model.best_by else mean
         if score < counters.best:
             counters.best, counters.best_tokens = score, counters.tokens
-            save_tensors({name: p.detach() for name, p in self.model.named_parameters()}, self.work / BEST)
+            write_whole(self.work / BEST, {name: p.detach() for name, p in self.model.named_parameters()})
         figures = "  ".join(f"{name} {value:.3f}" for name, value in (counters.held_out | measured).items())
         progress.print(f"held out after {counters.tokens:,} tokens: {mean:.3f} ({figures})")
         row = measured | {"tokens": counters.tokens, "seconds": round(counters.seconds, 1), "loss": loss}
@@ -251,9 +253,7 @@ class Trainer:
 
 def train_head(head: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> bool:
     """Train in `config.work`; False when a signal stopped the run before its end."""
-    trainer = Trainer(head, config.answers, recipe, config.work, config.options)
-    head.begin(lambda: trainer.counters.tokens / recipe.tokens)
-    return trainer.train(config.kind)
+    return Trainer(head, config.answers, recipe, config.work, config.options).train(config.kind)
 
 
 def export_model(
@@ -289,13 +289,6 @@ def export_model(
         more = model.export(partial)
         if not (partial / CARD).exists():
             (partial / CARD).write_text(f"{card}\n{more}\n" if more else card, encoding="utf-8")
-
-
-def save_tensors(tensors: Mapping[str, Tensor], file: Path, notes: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, which takes the place of an older one when it is complete."""
-    partial = file.with_suffix(".partial")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, notes)
-    partial.rename(file)
 
 
 def read_counters(work: Path) -> dict[str, Any]:

@@ -18,17 +18,15 @@ from coppice.heads.checkpoints import load_head, read_output
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, prune
 from coppice.stack.spec import StackSpec
-from coppice.training.answers import Answer, Answerer, as_positions
+from coppice.training.answers import Answer, as_positions, write_answers
 from coppice.training.losses import (
     Counts,
     HeadLoss,
-    SlotOutput,
     Student,
     Teacher,
     accepted_length,
     alphas,
     bucket_of,
-    measure,
 )
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
@@ -171,24 +169,26 @@ def answers(
     """
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     engine = load_engine(target, kv_tokens=sum(lengths) + 32 * len(lengths))
-    texts = Answerer(engine, layers=layers).answer(prompts, lengths)
+    texts = write_answers(engine, prompts, lengths, layers=layers)
     return list(zip(texts, map(len, prompts), strict=True))
 
 
+@torch.no_grad()
 def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple[list[Counts], Tensor]:
     """How often a SpecBlock head is right along whole texts, prompts included, and (4, 4) counts of its drafts by the
     bucket of the gold token and the one that the rank head predicts."""
     loaded = load_head("specblock", folder, target)
     read, positions = as_positions(texts)
     teacher = Teacher(read, read_output(target).float(), loaded.model.target_ids)
-    confusion = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64)
-
-    def count(output: SlotOutput) -> None:
-        if output.ranks is not None:
-            places = bucket_of(output.logits, output.gold), output.ranks.argmax(-1)
-            confusion.index_put_(places, torch.ones((), dtype=torch.int64), accumulate=True)
-
-    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions, count), confusion
+    confusion, counts = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64), list[Counts]()
+    for text in positions:
+        counts.append([])
+        for slot in HeadLoss(teacher).chain(Student(loaded.model, loaded.embedding.float()), text[None]):
+            counts[-1].append(slot.counts)
+            if len(slot.gold):
+                places = bucket_of(slot.logits, slot.gold), loaded.model.rank(slot.normed, slot.logits).argmax(-1)
+                confusion.index_put_(places, torch.ones((), dtype=torch.int64), accumulate=True)
+    return counts, confusion
 
 
 def rank_rows(confusion: Tensor) -> list[dict[str, float]]:

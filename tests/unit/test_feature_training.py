@@ -22,8 +22,8 @@ from coppice.training.data import DataError, is_held_out
 from coppice.training.heads import build_student, draft_vocabulary, head_config
 from coppice.training.losses import (
     LOSSES,
+    RANK_AFTER,
     HeadLoss,
-    SlotOutput,
     Student,
     Targets,
     Teacher,
@@ -206,17 +206,12 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, t
     teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
 
-    def counts(**fields: Any) -> list[tuple[int, int]]:
+    def counts(masked: bool) -> list[tuple[int, int]]:
         """(rows, right ones) of each slot."""
-        seen = list[tuple[int, int]]()
+        slots = HeadLoss(teacher, **WHOLE).slots(student, ids, masked=masked)
+        return [(len(slot.gold), int(slot.right.sum())) for slot in slots]
 
-        def observe(output: SlotOutput) -> None:
-            seen.append((len(output.gold), int((output.logits.argmax(-1) == output.gold).sum())))
-
-        HeadLoss(teacher, **fields, observe=observe)(student, ids)
-        return seen
-
-    masked, whole, slots = counts(**WHOLE), counts(blocks=3), loaded.config.slots
+    masked, whole, slots = counts(True), counts(False), loaded.config.slots
     for place, (rows, _) in enumerate(masked):
         assert place % slots == 0 or rows <= masked[place - 1][1]
     assert whole[0] == masked[0]
@@ -230,10 +225,10 @@ def test_gradients_reach_what_they_should(target: Path, tmp_path: Path) -> None:
     HeadLoss(teacher, **WHOLE)(student, ids).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
     student.zero_grad()
-    HeadLoss(teacher, **WHOLE, ranks=False)(student, ids).backward()
+    HeadLoss(teacher, **WHOLE)(student, ids, share=0.0).backward()
     without = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
     student.zero_grad()
-    HeadLoss(teacher, **WHOLE)(student, ids).backward()
+    HeadLoss(teacher, **WHOLE)(student, ids, share=RANK_AFTER).backward()
     for name, p in student.named_parameters():
         if "rank_head" in name:
             assert name not in without or not without[name].any()

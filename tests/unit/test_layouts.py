@@ -26,7 +26,7 @@ from coppice.heads.checkpoints import (
     read_output,
     save_head,
 )
-from coppice.training.answers import Answerer, as_positions
+from coppice.training.answers import as_positions, write_answers
 from coppice.training.data import load_tokenizer
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 from services.adapter.learn import Learner
@@ -572,7 +572,7 @@ def accepted() -> Callable[..., float]:
         "import os\nimport sys\n\n\ndef main(argv):\n",
     ]
     ids = [tokenizer.encode(prompt).ids for prompt in prompts]
-    answers = Answerer(engine, layers=SEEN).answer(ids, [LONG] * len(ids), 0.7, 3)
+    answers = write_answers(engine, ids, [LONG] * len(ids), [0.7] * len(ids), 3, SEEN)
 
     def length(folder: Path, share: float = 1.0, **changes: Any) -> float:
         shutil.copytree(DEMO / "dspark-code", folder)
