@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -24,8 +25,8 @@ from coppice.engine.attention import read_layout, sdpa
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
 from coppice.engine.ordered import by_row, ordered
-from coppice.engine.rows import PackedBatch, Piece, RowTable, pack
-from coppice.engine.steps import Bucket, Steps, TappedModel, graph_buckets, padded
+from coppice.engine.rows import PackedBatch, Piece, pack
+from coppice.engine.steps import Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
 R = TypeVar("R")
@@ -218,7 +219,7 @@ class Engine:
             weights_hash=weights_hash,
         )
         self.steps = Steps(self._tapped, self.pool, layout.group) if on_gpu else None
-        """of a device; None: forwards attend by `_attention`"""
+        """of a device; None on the CPU"""
         self._attention = ordered if invariant else sdpa
         if not (invariant and on_gpu):
             fuse(model, packed=not on_gpu)
@@ -253,30 +254,19 @@ class Engine:
                 raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
         if self.tell is not None:
             self.tell(batch)
-        if self.steps is not None:
-            return self._step(self.steps, batch)
+        run = self.steps.prepare(batch) if self.steps is not None else self._prepare(batch)
+        clock = Clock(self.pool.device)
+        logits, features = run()
+        clock.stop()
+        return ForwardOutput(logits, features, clock)
+
+    def _prepare(self, batch: PackedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """As Steps.prepare, on the CPU."""
         with torch.inference_mode():
             attention = self._attention(batch.tails, self.pool)
         # All rows wanted is the common case, and then nothing needs picking.
         keep = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
-        clock = Clock(self.pool.device)
-        logits, features = self._tapped(attention, batch.tokens, batch.positions, keep, batch.feature_layers)
-        clock.stop()
-        return ForwardOutput(logits, features, clock)
-
-    def _step(self, steps: Steps, batch: PackedBatch) -> ForwardOutput:
-        table = RowTable.of(batch.tails)
-        step = steps.step(Bucket.of(batch, table), batch.feature_layers)
-        step.inputs.fill(batch, table)
-        clock = Clock(self.pool.device)
-        logits, features = step()
-        clock.stop()
-        if features is not None and step.feature_layers != batch.feature_layers:
-            parts = features.chunk(len(step.feature_layers), dim=-1)
-            chosen = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
-            features = torch.cat(chosen, dim=-1) if chosen else None
-        kept, rows = len(batch.logits_to_keep), len(batch.tokens)
-        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock)
+        return partial(self._tapped, attention, batch.tokens, batch.positions, keep, batch.feature_layers)
 
     def capture(self) -> str:
         """Have the CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""

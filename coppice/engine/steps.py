@@ -6,7 +6,7 @@ Every batch runs in a bucket, padded to numbers of rows, sessions and blocks of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache, lru_cache
 from itertools import chain
@@ -25,7 +25,7 @@ from coppice.engine.rows import KEY_BLOCK, NOTHING, TILE, Ints, PackedBatch, Row
 
 GRAPH_ROWS, GRAPH_TAIL = 256, 64
 """rows, and tail entries of a row, up to which steps are captured: with more rows a GPU takes longer than the host"""
-_STEPS = 32  # that are kept for buckets without a graph, the latest ones
+_STEPS = 32  # inputs that are kept for buckets without a graph, the latest ones
 
 
 def padded(count: int) -> int:
@@ -114,6 +114,7 @@ class StepInputs:
             here, there = (part[start : start + size].view(dtype).view(shape) for part in (self._host, self._device))
             self._arrays[name] = here.numpy()
             setattr(self, name, there)
+        self.new_slots.fill_(pool.spare)  # a forward without a batch harms nobody
 
     def fill(self, batch: PackedBatch, table: RowTable, beside: Ints = NOTHING) -> Tensor:
         """Take a batch, which the bucket holds, and what its rows see; returns where the numbers `beside` them are."""
@@ -245,80 +246,79 @@ def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
-class Step:
-    """The forward of a model over the inputs of one bucket, with the same hidden states tapped in every call."""
+class Graph(NamedTuple):
+    """A recorded forward: what it reads, and the logits and hidden states that every replay overwrites."""
 
-    def __init__(self, model: TappedModel, inputs: StepInputs, feature_layers: tuple[int, ...]) -> None:
-        self._model, self.inputs, self.feature_layers = model, inputs, feature_layers
-        inputs.new_slots.fill_(inputs.pool.spare)  # a step that is run without a batch harms nobody
-        self.graph: Any = None
-        """which replays it in one launch, once it was captured"""
+    inputs: StepInputs
+    recording: Any
+    output: tuple[Tensor, Tensor | None]
 
-    def serves(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> bool:
-        """Whether it holds batches of a bucket, and leaves at least these hidden states."""
-        return self.inputs.bucket.holds(bucket) and set(feature_layers) <= set(self.feature_layers)
 
-    def __call__(self) -> tuple[Tensor, Tensor | None]:
-        """Logits (kept, V), and features (rows, len(feature_layers) * H) where there are any layers; rows behind the
-        batch's own mean nothing, and the next step overwrites both.
+class Steps:
+    """Forwards of a model on a device: graphs are replayed where one holds a batch, others are launched by operators in
+    the least bucket.
+    """
+
+    def __init__(self, model: TappedModel, pool: KVPool, group: int) -> None:
+        """group: the most query heads that a layer has for each key head."""
+        self.graphs: list[Graph] = []  # the smallest first, all with the hidden states of the same layers
+        self._model, self._pool, self._group, self._layers = model, pool, group, tuple[int, ...]()
+        self._inputs = lru_cache(_STEPS)(lambda bucket: StepInputs(bucket, group, pool))
+
+    def prepare(self, batch: PackedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Send a batch to the device. What is returned runs it, and answers as TappedModel does; later forwards may
+        overwrite the answer.
         """
-        if self.graph is None:
-            return self._run()
-        self.graph.replay()
-        return self._output
+        table, layers = RowTable.of(batch.tails), batch.feature_layers
+        bucket, graphs = Bucket.of(batch, table), self.graphs if set(layers) <= set(self._layers) else []
+        graph = next((graph for graph in graphs if graph.inputs.bucket.holds(bucket)), None)
+        inputs = graph.inputs if graph else self._inputs(bucket)
+        inputs.fill(batch, table)
 
-    def _run(self) -> tuple[Tensor, Tensor | None]:
-        inputs = self.inputs
-        return self._model(inputs, inputs.tokens, inputs.positions, inputs.keep, self.feature_layers)
+        def run() -> tuple[Tensor, Tensor | None]:
+            logits, features = self._replayed(graph, layers) if graph else self._run(inputs, layers)
+            rows, kept = len(batch.tokens), len(batch.logits_to_keep)
+            return logits[:kept], None if features is None else features[:rows]
 
-    def capture(self, pool: Any) -> None:
-        """Record it. pool: memory of another graph, whose output is read before this one runs; None for its own.
+        return run
 
-        Raises an error of torch, Triton or the driver where the forward asks the host for something.
+    def capture(self, buckets: Sequence[Bucket], layers: tuple[int, ...]) -> str:
+        """Have the device replay these buckets' forwards from now on; returns why it cannot, "" when it does."""
+        graphs: list[Graph] = []
+        try:
+            for bucket in sorted(buckets, reverse=True):  # the smaller ones fit in the largest one's memory
+                memory = graphs[0].recording.pool() if graphs else None
+                graphs.insert(0, self.record(StepInputs(bucket, self._group, self._pool), layers, memory))
+        except Exception as error:  # of torch, Triton or the driver
+            return one_line(error)
+        self.graphs, self._layers = graphs, layers
+        return ""
+
+    def record(self, inputs: StepInputs, layers: tuple[int, ...], memory: Any) -> Graph:
+        """Record a forward over inputs that no batch has filled yet. memory: of another graph, whose output is read
+        before this one runs. Raises an error of torch, Triton or the driver where the forward asks the host.
         """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run()  # libraries and Triton prepare themselves outside the graph
+            self._run(inputs, layers)  # libraries and Triton prepare themselves outside the graph
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.CUDAGraph()
         # Threads that serve may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._output = self._run()
-        self.graph = graph
+        with torch.cuda.graph(recording, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            output = self._run(inputs, layers)
+        return Graph(inputs, recording, output)
 
+    def _run(self, inputs: StepInputs, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return self._model(inputs, inputs.tokens, inputs.positions, inputs.keep, layers)
 
-class Steps:
-    """A step of a model for every batch: a graph where one holds it, else operator by operator in the least bucket."""
-
-    def __init__(self, model: TappedModel, pool: KVPool, group: int) -> None:
-        """group: the most query heads that a layer has for each key head."""
-        self.captured: list[Step] = []  # the smallest first
-
-        def make(bucket: Bucket, feature_layers: tuple[int, ...]) -> Step:
-            return Step(model, StepInputs(bucket, group, pool), feature_layers)
-
-        self._make, self._eager = make, lru_cache(_STEPS)(make)
-
-    def capture(self, buckets: Sequence[Bucket], feature_layers: tuple[int, ...]) -> str:
-        """Have the device replay these buckets' steps from now on; returns why it cannot, "" when it does."""
-        captured: list[Step] = []
-        try:
-            for bucket in sorted(buckets, reverse=True):  # the smaller ones fit in the largest one's memory
-                step = self._make(bucket, feature_layers)
-                step.capture(captured[0].graph.pool() if captured else None)
-                captured.insert(0, step)
-        except Exception as error:  # of torch, Triton or the driver
-            return one_line(error)
-        self.captured = captured
-        return ""
-
-    def step(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> Step:
-        """One whose bucket holds this one, and that leaves at least these hidden states."""
-        for step in self.captured:
-            if step.serves(bucket, feature_layers):
-                return step
-        return self._eager(bucket, feature_layers)
+    def _replayed(self, graph: Graph, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        graph.recording.replay()
+        logits, features = graph.output
+        if features is None or not layers or layers == self._layers:
+            return logits, features if layers else None
+        parts = features.chunk(len(self._layers), dim=-1)
+        return logits, torch.cat([parts[self._layers.index(layer)] for layer in layers], dim=-1)
 
 
 def graph_buckets(blocks: int) -> list[Bucket]:
