@@ -9,12 +9,9 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from coppice import __version__
-from coppice.commands.generate import chat, doctor, generate
-from coppice.commands.up import top, up
 from coppice.machine import extension, extensions
 
 CHECK_FAILED, USAGE, UNREACHABLE = 1, 2, 3
-# What a missing one of these means to people: the extra that brings it.
 SERVE_PACKAGES = (
     "torch",
     "transformers",
@@ -25,29 +22,42 @@ SERVE_PACKAGES = (
     "psutil",
     "huggingface_hub",
 )
-# Commands that are imported when they are called or completed: the module of each one's Typer app, and its help.
-LATE = {
+"""what a missing one means to people: the extra that brings it"""
+COMMANDS = {
+    "up": ("coppice.commands.up", "Start verifiers, drafters and orchestrators here, until Ctrl-C."),
+    "top": ("coppice.commands.top", "Show what a running deployment does, from its pages of metrics."),
+    "generate": ("coppice.commands.generate", "Answer a prompt, streaming the text."),
+    "chat": ("coppice.commands.generate", "Talk with the target."),
+    "doctor": ("coppice.commands.doctor", "Look for what is needed here, and for a server."),
     "serve": ("coppice.commands.serve", "Run one service in this process."),
     "train": ("coppice.training.cli", "Train a target or a head."),
     "adapter": ("coppice.commands.adapter", "Look at the adapter, and steer it."),
 }
-
-
-COMMANDS = "coppice.commands"
+"""The module of each command, which is imported when it is called or completed, and its help. A module has the command
+as a function of its name, or several as a Typer app, `app`."""
+ADDED = "coppice.commands"
 """Entry points of packages that add commands: NAME = MODULE:APP, a Typer app. Coppice's own such package is lab/."""
 LAB = {"bench": "Measure speed and exactness.", "demo": "Start everything, stream three answers, compare the policies."}
 
 
 class _Commands(TyperGroup):
-    """All commands. Those of LATE and of packages are stand-ins, with no more than a help, until one is called."""
+    """All commands. Each is a stand-in, with no more than a help, until it is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        if name in LATE:
-            command = get_command(import_module(LATE[name][0]).app)
-        elif name is not None and name in extensions(COMMANDS):
-            command = get_command(extension(COMMANDS, name, "command"))
-        return name, command, rest
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, name and load(name), rest
+
+
+def load(name: str) -> Any:
+    """Import a command."""
+    if name not in COMMANDS:
+        return get_command(extension(ADDED, name, "command"))
+    module = import_module(COMMANDS[name][0])
+    group = getattr(module, "app", None)
+    if group is None:
+        group = typer.Typer(add_completion=False)
+        group.command(name)(getattr(module, name))
+    return get_command(group)
 
 
 app = typer.Typer(
@@ -110,14 +120,7 @@ def _root(
     pass
 
 
-app.command()(up)
-app.command()(top)
-
-
-app.command()(generate)
-app.command()(chat)
-app.command()(doctor)
-for _name, (_, _help) in LATE.items():
+for _name, (_, _help) in COMMANDS.items():
     app.command(_name, help=_help)(lambda: None)
-for _name in extensions(COMMANDS):
+for _name in extensions(ADDED):
     app.command(_name, help=LAB.get(_name))(lambda: None)

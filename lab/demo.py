@@ -17,7 +17,7 @@ from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws
-from coppice.commands.answers import figures
+from coppice.commands.generate import figures
 from coppice.commands.options import stack_spec
 from coppice.commands.tree_view import longest, show
 from coppice.config.sections import ADAPTED_KINDS

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coppice.client.adapter import STANDING_BY, AdapterClient, plain
-from coppice.commands.options import picture
+from coppice.commands.options import file
 from coppice.limits import MAX_HISTORY
 from coppice.v1 import adapter_pb2 as pb
 
@@ -20,6 +20,8 @@ app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=Tru
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
 Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
+PICTURES = (".png", ".svg")
+PLOT = file("--plot", f"Draw tau and tokens/s of the latest queries ({', '.join(PICTURES)}).", *PICTURES)
 
 
 @app.command()
@@ -29,7 +31,7 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, the latest queries included.")
     ] = False,
-    plot: Annotated[Path | None, picture("--plot", "Draw tau and tokens/s of the latest queries")] = None,
+    plot: Annotated[Path | None, PLOT] = None,
 ) -> None:
     """Show what the adapter did and knows, and which weights every drafter uses."""
     with AdapterClient(address) as client:
@@ -70,20 +72,8 @@ def rollback(
         print(f"version {client.rollback(head, version)} is in use")
 
 
-SMOOTHING = 15
-"""Queries of a moving mean"""
-HEAD_ONLY, FULL, PAYS, TAKEN_BACK = "#E69F00", "#0072B2", "#009E73", "#D55E00"
-"""colours of Okabe and Ito's"""
-ARM_COLOURS = {"skip": "0.75", "head": HEAD_ONLY, "full": FULL}
-_CHANGES = {
-    "pays": ("variant pays", PAYS),
-    "loses": ("taken back", TAKEN_BACK),
-    "head": ("head-only update", HEAD_ONLY),
-    "full": ("full update", FULL),
-    "revert": ("taken back", TAKEN_BACK),
-    "rollback": ("taken back", TAKEN_BACK),
-}
 _LATEST = 8
+Cells = Sequence[str | int]
 
 
 def show(status: pb.HeadStatus, console: Console) -> None:
@@ -98,53 +88,56 @@ def show(status: pb.HeadStatus, console: Console) -> None:
         f"{status.events} events, {status.reverts} reverts",
         highlight=False,
     )
-    actions = Table("arm", "gain per signal", "updates", box=box.SIMPLE_HEAD)
-    for arm in status.actions:
-        value = f"{arm.value:+.3f}" if arm.HasField("value") else "not measured"
-        actions.add_row(arm.action, value, str(arm.updates))
-    kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "another update", box=box.SIMPLE_HEAD)
-    for kind in status.kinds:
-        gain = f"{kind.gain:+.1%} ± {kind.error:.1%} of {kind.measured}" if kind.measured else ""
-        kinds.add_row(
-            str(kind.kind), str(kind.queries), f"{kind.tau:.2f}", _drafted_by(kind), gain, str(kind.texts), _next(kind)
-        )
-    replicas = Table("replica", "version", "weights", box=box.SIMPLE_HEAD)
-    for replica in status.replicas:
-        weights = "as wanted" if replica.current else "others" if replica.reachable else "does not answer"
-        replicas.add_row(replica.address, str(replica.version), weights)
-    versions = Table("version", "queries", "tau", box=box.SIMPLE_HEAD)
-    for version in status.versions[-_LATEST:]:
-        versions.add_row(str(version.version), str(version.queries), f"{version.tau:.2f}")
-    changes = Table("after query", "change", "version", "train s", "sync s", "why", box=box.SIMPLE_HEAD)
-    for change in status.changes[-_LATEST:]:
-        times = (f"{change.train_s:.1f}", f"{change.sync_s:.2f}")
-        changes.add_row(str(change.query), change.what, str(change.version), *times, change.why)
-    for table in (actions, kinds, replicas, versions, changes):
-        if table.row_count:
+    tables: dict[str, list[Cells]] = {
+        "arm, gain per signal, updates": [
+            (arm.action, f"{arm.value:+.3f}" if arm.HasField("value") else "not measured", arm.updates)
+            for arm in status.actions
+        ],
+        "kind, queries, tau, drafted by, gain, texts, another update": [_of_kind(kind) for kind in status.kinds],
+        "replica, version, weights": [
+            (each.address, each.version, _weights(each.current, each.reachable)) for each in status.replicas
+        ],
+        "version, queries, tau": [
+            (each.version, each.queries, f"{each.tau:.2f}") for each in status.versions[-_LATEST:]
+        ],
+        "after query, change, version, train s, sync s, why": [
+            (each.query, each.what, each.version, f"{each.train_s:.1f}", f"{each.sync_s:.2f}", each.why)
+            for each in status.changes[-_LATEST:]
+        ],
+    }
+    for columns, rows in tables.items():
+        table = Table(*columns.split(", "), box=box.SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*map(str, row))
+        if rows:
             console.print(table)
 
 
-def _drafted_by(kind: pb.KindStatus) -> str:
-    names = [f"variant {number}" if number else "deployed" for number in (kind.variant, kind.other)]
-    return f"{names[0]} {kind.share:.0%}, {names[1]}" if kind.share else names[1]
+def _weights(current: bool, reachable: bool) -> str:
+    return "as wanted" if current else "others" if reachable else "does not answer"
 
 
-def _next(kind: pb.KindStatus) -> str:
-    """Say what another update would save and cost, in seconds of serving."""
-    return f"saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
+def _of_kind(kind: pb.KindStatus) -> Cells:
+    """The row of a kind of text; another update's savings and costs are seconds of serving."""
+    other, variant = (f"variant {number}" if number else "deployed" for number in (kind.other, kind.variant))
+    drafted_by = f"{variant} {kind.share:.0%}, {other}" if kind.share else other
+    gain = f"{kind.gain:+.1%} ± {kind.error:.1%} of {kind.measured}" if kind.measured else ""
+    update = f"saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
+    return kind.kind, kind.queries, f"{kind.tau:.2f}", drafted_by, gain, kind.texts, update
 
 
-def change_look(what: str, named: set[str]) -> dict[str, Any]:
-    """The colour of a change of weights, and its name in the legend unless it is among `named`, where it is added."""
-    meaning, colour = _CHANGES.get(what, (what, "0.5"))
-    label = None if meaning in named else meaning
-    named.add(meaning)
-    return {"color": colour, "label": label}
-
-
-def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
-    """Return the mean of each value and the `width` - 1 before it."""
-    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+SMOOTHING = 15
+"""Queries of a moving mean"""
+HEAD_ONLY, FULL, PAYS, TAKEN_BACK = "#E69F00", "#0072B2", "#009E73", "#D55E00"
+"""colours of Okabe and Ito's"""
+ARM_COLOURS = {"skip": "0.75", "head": HEAD_ONLY, "full": FULL}
+CHANGES = {
+    "pays": ("variant pays", PAYS),
+    "head": ("head-only update", HEAD_ONLY),
+    "full": ("full update", FULL),
+    **dict.fromkeys(("loses", "revert", "rollback"), ("taken back", TAKEN_BACK)),
+}
+"""changes of weights: their names in the legend, and colours"""
 
 
 def draw(heads: Sequence[pb.HeadStatus], file: Path) -> None:
@@ -153,30 +146,38 @@ def draw(heads: Sequence[pb.HeadStatus], file: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 4.6 * max(1, len(heads))), layout="constrained")
-    panels = figure.subplots(2 * max(1, len(heads)), 1, squeeze=False)[:, 0]
-    for number, status in enumerate(heads):
-        upper, lower = panels[2 * number : 2 * number + 2]
-        for panel, name in ((upper, "tau"), (lower, "tokens_per_s")):
-            _draw(panel, status.history, status.changes, name)
+    panels = figure.subplots(max(1, len(heads)), 2, squeeze=False)
+    for status, row in zip(heads, panels, strict=False):
+        for panel, name in zip(row, ("tau", "tokens_per_s"), strict=True):
+            _draw(panel, status, name)
+            panel.set(xlabel="query", ylabel=name.replace("_per_", "/"))
+            panel.set_ylim(bottom=0)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        upper.set_title(f"{status.head} ({status.policy})", loc="left")
-        upper.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", ncols=8, frameon=False)
-        lower.set(xlabel="query")
+        row[0].set_title(f"{status.head} ({status.policy})", loc="left")
+        row[0].legend(fontsize="small", frameon=False)
     figure.savefig(file, dpi=120)
 
 
-def _draw(panel: Any, history: Sequence[pb.QueryPoint], changes: Sequence[pb.Change], name: str) -> None:
-    values = [getattr(point, name) for point in history]
+def _draw(panel: Any, status: pb.HeadStatus, name: str) -> None:
+    queries, values = [], list[float]()
+    for point in status.history:
+        queries.append(point.query)
+        values.append(getattr(point, name))
     for action, colour in ARM_COLOURS.items():
-        at = [number for number, point in enumerate(history) if point.action == action]
+        at = [number for number, point in enumerate(status.history) if point.action == action]
         if at:
-            places = [history[number].query for number in at], [values[number] for number in at]
-            panel.scatter(*places, s=8, color=colour, label=f"query: {action}")
-    queries = [point.query for point in history]
-    panel.plot(queries, moving_mean(values), color="black", label=f"mean of {SMOOTHING} queries")
-    first, named = history[0].query if history else 0, set[str]()
-    for change in changes:
-        if change.query >= first:
-            panel.axvline(change.query, linewidth=1, alpha=0.8, **change_look(change.what, named))
-    panel.set(ylabel=name.replace("_per_", "/"))
-    panel.set_ylim(bottom=0)
+            panel.scatter(
+                [queries[number] for number in at],
+                [values[number] for number in at],
+                s=8,
+                color=colour,
+                label=f"query: {action}",
+            )
+    means = [statistics.fmean(values[max(0, end - SMOOTHING) : end]) for end in range(1, len(values) + 1)]
+    panel.plot(queries, means, color="black", label=f"mean of {SMOOTHING} queries")
+    labels = set[str]()
+    for change in status.changes:
+        if change.query >= min(queries, default=0):
+            label, colour = CHANGES.get(change.what, (change.what, "0.5"))
+            panel.axvline(change.query, linewidth=1, alpha=0.8, color=colour, label=None if label in labels else label)
+            labels.add(label)

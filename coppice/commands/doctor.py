@@ -1,22 +1,22 @@
 """`coppice doctor`: what this machine and this installation have, and what is missing."""
 
-from __future__ import annotations
-
 import os
+import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage, which
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from coppice import __version__
 from coppice.client.client import Client, default_address
-from coppice.config.model import ends_line, text_ends
+from coppice.config.model import GIB, ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.preflight import check_target, target_warnings, why_no_port
@@ -26,42 +26,45 @@ from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, Stac
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 SERVER = "server"
-GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the table. `ok` None is neither good nor bad."""
 
     name: str
     value: str
-    ok: bool | None
+    ok: bool | None = None
 
 
-def doctor(console: Console, address: str | None = None, target: Path | None = None) -> bool:
-    """Print what is found, whether a target would fit, and what to try next; returns whether nothing needed is missing.
+def doctor(
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="A model's folder: does it fit the device that the settings name?")
+    ] = None,
+) -> None:
+    """Look for what is needed here, and for a server.
 
     Raises Unavailable when a server that is named, here or by COPPICE_ADDRESS, does not answer.
     """
-    table, findings = Table(show_header=False), list(find(address or os.environ.get("COPPICE_ADDRESS"), target))
+    console, table = Console(), Table(show_header=False)
+    findings = list(find(address or os.environ.get("COPPICE_ADDRESS"), target))
     for finding in findings:
         sign = {True: "[green]ok[/]", False: "[red]missing[/]", None: "-"}[finding.ok]
         table.add_row(finding.name, finding.value, sign)
     console.print(table)
-    (server,) = (finding for finding in findings if finding.name == SERVER)
-    console.print(f"try: {_next_step(bool(server.ok))}", highlight=False, soft_wrap=True, markup=False)
+    server = next(finding for finding in findings if finding.name == SERVER)
+    if server.ok:
+        step = 'coppice generate "Once upon a time"'
+    elif find_spec("torch") is None:
+        step = "pip install '.[serve]', in a checkout"
+    else:
+        step = "coppice up" if checkout() else "coppice up MODEL, a folder or a name on the Hugging Face Hub"
+    console.print(f"try: {step}", highlight=False, soft_wrap=True, markup=False)
     if server.ok is False:
         raise Unavailable(server.value)
-    return all(finding.ok is not False for finding in findings)
-
-
-def _next_step(answers: bool) -> str:
-    """What somebody who reads the table wants to do now; `answers`: whether the server does."""
-    if answers:
-        return 'coppice generate "Once upon a time"'
-    if find_spec("torch") is None:
-        return "pip install '.[serve]', in a checkout"
-    return "coppice up" if checkout() else "coppice up MODEL, a folder or a name on the Hugging Face Hub"
+    raise typer.Exit(any(finding.ok is False for finding in findings))
 
 
 def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
@@ -69,35 +72,29 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
 
     What only servers need is needed in a checkout; a package may be installed as a client alone.
     """
-    python = sys.version_info
-    yield Finding("coppice", __version__, None)
-    yield Finding("python", f"{python.major}.{python.minor}.{python.micro}", python >= (3, 11))
     root = checkout()
-    yield Finding("servers", f"of the checkout {root}" if root else "of the installed package", None)
-    for name in CLIENT_PACKAGES:
-        yield _package(name, needed=True)
-    for name in SERVE_PACKAGES:
-        yield _package(name, needed=root is not None)
+    yield Finding("coppice", __version__)
+    yield Finding("python", platform.python_version(), sys.version_info >= (3, 11))
+    yield Finding("servers", f"of the checkout {root}" if root else "of the installed package")
+    for name in (*CLIENT_PACKAGES, *SERVE_PACKAGES):
+        yield _package(name, needed=root is not None or name in CLIENT_PACKAGES)
     yield from _hardware()
+    yield from _devices()
     if target:
         yield from _target(target)
-    if root:
-        yield from _models(root / "models" / "demo")
-    yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
+    if root:  # the shipped target, and each shipped head with its kind
+        folder = root / "models" / "demo"
+        for name, kind in {"target": "the demo's target", **SHIPPED_HEADS}.items():
+            if kind in COUNTING_KINDS:
+                yield Finding(f"model {name}", f"{kind}, needs no weights", True)
+            else:
+                here = (folder / name / "config.json").is_file()
+                yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
+    yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"))
     trusted = os.environ.get("COPPICE_TLS__CA")
-    yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set", None)
+    yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set")
     yield _server(address)
-    yield Finding(f"port {DEFAULT_PORT}", why_no_port("127.0.0.1", DEFAULT_PORT) or "free", None)
-
-
-def _models(folder: Path) -> Iterator[Finding]:
-    """The shipped target, and each shipped head with its kind."""
-    for name, kind in {"target": "the demo's target", **SHIPPED_HEADS}.items():
-        if kind in COUNTING_KINDS:
-            yield Finding(f"model {name}", f"{kind}, needs no weights", True)
-        else:
-            here = (folder / name / "config.json").is_file()
-            yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
+    yield Finding(f"port {DEFAULT_PORT}", why_no_port("127.0.0.1", DEFAULT_PORT) or "free")
 
 
 def _target(folder: Path) -> Iterator[Finding]:
@@ -106,17 +103,16 @@ def _target(folder: Path) -> Iterator[Finding]:
     """
     try:
         spec = StackSpec(target=folder)
-        settings = spec.settings()
-        kv_tokens = check_target(spec, settings)
+        verifier = spec.settings().verifier
+        kv_tokens = check_target(spec, spec.settings())
     except InvalidField as error:
         yield Finding("target", str(error), False)
         return
-    verifier = settings.verifier
-    kept = f"{kv_tokens} KV tokens in {verifier.dtype}"
-    yield Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
-    yield Finding("end of texts", ends_line(text_ends(folder)), None)
+    place = f"{verifier.ranks} x {verifier.device} with {kv_tokens} KV tokens in {verifier.dtype}"
+    yield Finding("target", f"{folder} fits {place}", True)
+    yield Finding("end of texts", ends_line(text_ends(folder)))
     for warning in target_warnings(folder):
-        yield Finding("target's files", warning, None)
+        yield Finding("target's files", warning)
 
 
 def _package(name: str, needed: bool) -> Finding:
@@ -128,30 +124,33 @@ def _package(name: str, needed: bool) -> Finding:
 
 def _hardware() -> Iterator[Finding]:
     machine = this_machine()
-    yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores", None)
-    yield Finding("cpu features", " ".join(machine.features) or "none of note", None)
+    yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores")
+    yield Finding("cpu features", " ".join(machine.features) or "none of note")
     try:
         from psutil import virtual_memory
 
         free = f", {virtual_memory().available / GIB:.1f} free"
     except ImportError:  # it comes with the servers
         free = ""
-    yield Finding("memory", f"{machine.memory_gib:.1f} GiB{free}", None)
+    yield Finding("memory", f"{machine.memory_gib:.1f} GiB{free}")
     disk = disk_usage(Path.home())
-    yield Finding("disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} free, at {Path.home()}", None)
-    yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}", None)
+    yield Finding("disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} free, at {Path.home()}")
+    yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}")
+
+
+def _devices() -> Iterator[Finding]:
     try:
         import torch
     except ImportError:
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    yield Finding("torch build", f"{build}, {torch.backends.cpu.get_cpu_capability()}", None)
+    yield Finding("torch build", f"{build}, {torch.backends.cpu.get_cpu_capability()}")
     devices = []
     for number in range(torch.cuda.device_count()):
         spare, whole = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
         devices.append(f"{name}, {whole / GIB:.1f} GiB, {spare / GIB:.1f} free")
-    yield Finding("CUDA devices", "; ".join(devices) or "none", None)
+    yield Finding("CUDA devices", "; ".join(devices) or "none")
     if devices:  # kernels are compiled when a verifier starts
         yield _package("triton", needed=True)
         compiler = which("gcc") or which("cc") or which("clang")
@@ -166,6 +165,6 @@ def _server(address: str | None) -> Finding:
     except (Unavailable, DeadlineExceeded):
         return Finding(SERVER, f"none answers at {at}", False if address else None)
     except CoppiceError as error:
-        return Finding(SERVER, f"{at} refuses: {error}", None)
+        return Finding(SERVER, f"{at} refuses: {error}")
     heads = ", ".join(model.heads) or "no heads"
     return Finding(SERVER, f"{model.name} at {at}: {heads}, default {model.default_policy}", True)

@@ -1,22 +1,29 @@
-"""The options of `coppice generate`, `chat` and `doctor`. What they do is imported when they are called."""
+"""`coppice generate` and `coppice chat`: answers as they come, and a line of figures behind each."""
 
-from collections.abc import Iterable
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from coppice.client.client import Client, Options
+from coppice.client.completion import Accumulator, Completion
 from coppice.commands.options import names
-
-if TYPE_CHECKING:
-    from coppice.client.client import Options
-    from coppice.client.completion import Completion
+from coppice.commands.tree_view import longest, show
+from coppice.errors import InvalidField
+from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.wire.generation import Chunk, Origin
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
 Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")]
 MaxNewTokens = Annotated[int, typer.Option(help="0: the server's default.")]
+QUIT = "/quit"
 
 
 def generate(
@@ -55,9 +62,6 @@ def generate(
     ] = False,
 ) -> None:
     """Answer a prompt, streaming the text."""
-    from coppice.client.client import Client
-    from coppice.commands.answers import answers_of, fitting, prompts_of, read_text
-
     prompts = prompts_of(prompt, ids, prompt_file)
     options: Options = {
         "policy": policy,
@@ -79,10 +83,14 @@ def generate(
     with Client(address) as client:
         if prompt_file:
             prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
-        for one in prompts:
-            for answer in answers_of(client, one, chat, options, as_json):
-                if answer.trees and not as_json:
-                    _show_tree(answer)
+        for each in prompts:
+            conversation = _opening(each, chat)
+            for question in (*each.later, None):
+                completion = print_answer(client, conversation, options, Accumulator(), as_json)
+                if completion.trees and not as_json:
+                    show(longest(completion.trees), Console())
+                if question is not None:
+                    conversation = _continued(conversation, completion.text, question)
 
 
 def chat(
@@ -93,26 +101,32 @@ def chat(
     max_new_tokens: MaxNewTokens = 0,
 ) -> None:
     """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
-    from coppice.client.client import Client
-    from coppice.commands.answers import talk
-
     options: Options = {"policy": policy, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     with Client(address) as client:
         talk(client, options)
 
 
-def doctor(
-    address: Address = None,
-    target: Annotated[
-        Path | None, typer.Option(help="A model's folder: does it fit the device that the settings name?")
-    ] = None,
-) -> None:
-    """Look for what is needed here, and for a server."""
-    from rich.console import Console
+def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:
+    """The prompts of the options, of which exactly one is given. Raises BadParameter."""
+    if sum(source is not None for source in (prompt, ids, file)) != 1:
+        raise typer.BadParameter("give exactly one of PROMPT, --ids and --prompt-file", param_hint="PROMPT")
+    if prompt is not None:
+        return [FilePrompt(prompt)]
+    if file:
+        is_list = file.suffix in (".jsonl", ".txt")
+        return read_prompts(file) if is_list else [FilePrompt(read_text(file, "--prompt-file"), where=str(file))]
+    try:
+        return [FilePrompt(tuple(int(token) for token in (ids or "").split(",")))]
+    except ValueError:
+        raise typer.BadParameter(f"{ids!r} is not ids with commas between", param_hint="--ids") from None
 
-    from coppice.commands.doctor import doctor as look
 
-    raise typer.Exit(0 if look(Console(), address, target) else 1)
+def read_text(file: Path, option: str) -> str:
+    """The text of the file that an option names. Raises BadParameter."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
@@ -123,10 +137,113 @@ def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
         raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def _show_tree(answer: "Completion") -> None:
-    """The tree of the step that accepted most."""
-    from rich.console import Console
+def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_tokens: int, skip: bool) -> list[FilePrompt]:
+    """The prompts that fit into the server's context, a conversation with all its answers of `new_tokens`.
 
-    from coppice.commands.tree_view import longest, show
+    Raises InvalidField naming those that do not, unless they are to be skipped: then they are named on stderr.
+    """
+    fit, too_long, context = [], [], client.describe().max_len
+    for each in prompts:
+        conversation = _opening(each, chat)
+        for question in each.later:
+            conversation = _continued(conversation, "", question)
+        try:
+            tokens = client.prompt_tokens(conversation) + len(each.later) * new_tokens
+            if tokens >= context:
+                raise InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
+            fit.append(each)
+        except InvalidField as error:
+            if error.field != "prompt":
+                raise
+            too_long.append(f"{each.name}: {str(error).partition(': ')[2]}")
+    if too_long and not skip:
+        raise InvalidField("prompt-file", f"--skip-long goes on without {'; '.join(too_long)}")
+    for line in too_long:
+        print(f"coppice: left out: {line}", file=sys.stderr)
+    return fit
 
-    show(longest(answer.trees), Console())
+
+def _opening(prompt: FilePrompt, chat: bool) -> Any:
+    """What the first answer continues: messages, ids or text."""
+    return [_said("user", prompt.prompt)] if chat and isinstance(prompt.prompt, str) else prompt.prompt
+
+
+def _continued(conversation: Any, answer: str, question: str) -> Any:
+    """A conversation with an answer and the next question; in a text paragraphs take turns."""
+    if isinstance(conversation, str):
+        return f"{conversation}{answer}\n\n{question}\n"
+    return [*conversation, _said("assistant", answer), _said("user", question)]
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def print_answer(
+    client: Client, prompt: Any, options: Options, answer: Accumulator, as_json: bool = False
+) -> Completion:
+    """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is in `answer`.
+
+    On a terminal a dim line of figures follows on stderr.
+    """
+    try:
+        for event in client.stream(prompt, **options):
+            answer.add(event)
+            if isinstance(event, Chunk) and not as_json:
+                print(event.text, end="", flush=True)
+    finally:
+        completion = answer.completion()
+        if as_json and completion.policy:  # else the call failed before it began
+            print(json.dumps(completion.to_json()))
+        elif not as_json and completion.ids:
+            # A target without a tokenizer answers in ids only.
+            print("" if completion.text else ",".join(map(str, completion.ids)))
+            console = Console(stderr=True)
+            if console.is_terminal:
+                console.print(figures(completion), style="dim", highlight=False)
+    return completion
+
+
+def figures(answer: Completion) -> str:
+    """An answer's speed, and how much of it was drafted, as one line."""
+    drafted = sum(origin is Origin.DRAFT for origin in answer.origins) / answer.new_tokens
+    speed = f"{answer.new_tokens} tokens, tau {answer.tau:.2f}, {answer.tokens_per_s:.1f} tokens/s"
+    return f"{speed}, {answer.policy}, {drafted:.0%} drafted"
+
+
+def talk(client: Client, options: Options) -> None:
+    """Answer each line that is typed until /quit or the end of the input. Ctrl-C ends an answer, and what there is of
+    it stays in the conversation.
+
+    Raises InvalidField for a target without a chat template.
+    """
+    if not client.describe().has_chat_template:
+        raise InvalidField("chat", "this target has no chat template")
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        answer = Accumulator()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                print_answer(client, [*messages, _said("user", line)], options, answer)
+        except InvalidField as error:
+            if error.field != "prompt":
+                raise
+            print(f"coppice: {error}", file=sys.stderr)  # such as one turn too many for the context
+        else:
+            messages += [_said("user", line), _said("assistant", answer.completion().text)]
+
+
+def _lines() -> Iterator[str]:
+    """What people type until /quit, empty lines left out."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then knows the arrow keys
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(f"{QUIT} or Ctrl-D ends it", file=sys.stderr)
+    try:
+        while (line := input("> " if terminal else "").strip()) != QUIT:
+            if line:
+                yield line
+    except (EOFError, KeyboardInterrupt):
+        if terminal:
+            print()

@@ -1,22 +1,36 @@
-"""`coppice up` and `coppice top`. Everything heavy is imported when they are called."""
+"""`coppice up`: a stack on this machine that is kept whole until Ctrl-C, and what people see of it meanwhile."""
 
+import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from threading import Event, Thread
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
+from coppice.commands.hub import find_model
 from coppice.commands.options import Heads, stack_spec
+from coppice.commands.top import Monitor
+from coppice.config.model import ends_line, text_ends, warning_of
+from coppice.config.sections import HEAD_KINDS
+from coppice.config.settings import load_settings
+from coppice.machine import INVARIANT, PROMISES
+from coppice.rpc.access import is_loopback
+from coppice.speculation.policy import Policy
+from coppice.stack.launch import ANSWERS_S, Stack, Supervisor
+from coppice.stack.preflight import target_warnings, why_no_port
+from coppice.stack.process import ProcessFailed
+from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from coppice.stack.launch import Stack
-
-WATCH_S = 0.5
+WATCH_S, POLL_S = 0.5, 0.2
 
 
 def up(
@@ -63,37 +77,34 @@ def up(
 
     A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored.
     """
-    from coppice.commands.hub import find_model
-    from coppice.config.model import warning_of
-    from coppice.config.sections import HEAD_KINDS
-    from coppice.stack.launch import Stack
-    from coppice.stack.spec import DEFAULT_ADAPTER_PORT
-
     if config:
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
-    options = {"policy": policy, "device": device, "dtype": dtype, "port": port, "adapt": adapt}
-    options["one_process"] = one_process
-    options["http_port"] = _http_port(http_port)
-    replicas = {"verifiers": verifiers, "replicas": drafters, "orchestrators": orchestrators}
-    extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
     folder, name = find_model(model, target, revision)
-    spec = stack_spec(folder, head, name=name, **options, **replicas, extra=extra)
+    spec = stack_spec(
+        folder,
+        head,
+        name=name,
+        policy=policy,
+        device=device,
+        dtype=dtype,
+        port=port,
+        http_port=_http_port(http_port),
+        verifiers=verifiers,
+        replicas=drafters,
+        orchestrators=orchestrators,
+        one_process=one_process,
+        adapt=adapt,
+        extra={"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}},
+    )
     for each in spec.heads:
         if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
-            print(f"coppice: head {each.name}: {warning}", file=sys.stderr)
+            _warn(f"head {each.name}: {warning}")
     _run(Stack(spec, log_dir=log_dir), ready_file)
 
 
-def top(
-    address: Annotated[
-        str, typer.Option(help="HOST:PORT of metrics, as `coppice up` prints them; several with commas between.")
-    ],
-) -> None:
-    """Show what a running deployment does, from its pages of metrics; once where there is no terminal."""
-    from coppice.commands.top import show
-
-    show(address.split(","))
+def _warn(line: str) -> None:
+    print(f"coppice: {line}", file=sys.stderr, flush=True)
 
 
 def _http_port(given: int | None) -> int | None:
@@ -101,37 +112,26 @@ def _http_port(given: int | None) -> int | None:
 
     None leaves it to the settings, which name one.
     """
-    from coppice.config.settings import load_settings
-    from coppice.stack.preflight import why_no_port
-    from coppice.stack.spec import DEFAULT_HTTP_PORT
-
     if given is not None:
         return given or -1
     settings = load_settings([])
     if "http_port" in settings.orchestrator.model_fields_set:
         return None
     host = settings.server.host
-    if why := why_no_port(host, DEFAULT_HTTP_PORT):
-        print(f"coppice: HTTP takes a free port: {host}:{DEFAULT_HTTP_PORT} cannot be used ({why})", file=sys.stderr)
+    if reason := why_no_port(host, DEFAULT_HTTP_PORT):
+        _warn(f"HTTP takes a free port: {host}:{DEFAULT_HTTP_PORT} cannot be used ({reason})")
         return 0
     return DEFAULT_HTTP_PORT
 
 
-def _run(stack: "Stack", ready_file: Path | None) -> None:
+def _run(stack: Stack, ready_file: Path | None) -> None:
     """Start a stack, keep it whole until Ctrl-C or SIGTERM, and stop it. Raises what Stack and Supervisor do."""
-    from rich.console import Console
-
-    from coppice.commands.top import facts, service_lines, services_table
-    from coppice.stack.launch import ANSWERS_S
-    from coppice.stack.preflight import target_warnings
-    from coppice.stack.process import ProcessFailed
-
     console, logs_stay = Console(), stack.log_dir is not None
     try:
         if ready_file:
             _partial(ready_file).touch()  # an impossible path is known before anything loads
         for warning in target_warnings(stack.spec.target):
-            print(f"coppice: {warning}", file=sys.stderr)
+            _warn(warning)
         with service_lines(console, stack):
             stack.start()
         console.print(services_table(stack))
@@ -139,8 +139,7 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
             console.print(line, soft_wrap=True, highlight=False)
         _watch(stack, console, ready_file)
     except KeyboardInterrupt:
-        names = ", ".join(stack.processes)
-        line = f"stopping {names}; answers that are running have {ANSWERS_S} s to end"
+        line = f"stopping {', '.join(stack.processes)}; answers that are running have {ANSWERS_S} s to end"
         console.print(line, highlight=False, soft_wrap=True)
     finally:
         with service_lines(console, stack):
@@ -152,18 +151,9 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
         raise ProcessFailed(f"did not stop cleanly: {', '.join(stack.unclean)}")
 
 
-def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
+def _watch(stack: Stack, console: Console, ready_file: Path | None) -> None:
     """Start again what dies, for ever; on a terminal a panel shows meanwhile what the stack does."""
-    import json
-    from contextlib import nullcontext
-
-    from rich.live import Live
-
-    from coppice.commands.top import Monitor, metrics_pages
-    from coppice.stack.supervisor import Supervisor
-
-    supervisor = Supervisor(stack, lambda line: print(f"coppice: {line}", file=sys.stderr, flush=True))
-    monitor, changed = Monitor(metrics_pages(stack)), True
+    supervisor, monitor, changed = Supervisor(stack, _warn), Monitor(metrics_pages(stack)), True
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:
         while True:
             if ready_file and changed:  # with new process ids; the file is whole at any moment
@@ -178,3 +168,79 @@ def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
 
 def _partial(ready_file: Path) -> Path:
     return Path(f"{ready_file}.partial")
+
+
+@contextmanager
+def service_lines(console: Console, stack: Stack) -> Iterator[None]:
+    """Print a line for each thing that a service begins to do, while a block starts or stops a stack."""
+    ended = Event()
+    latest = {name: state[0] for name, process in stack.processes.items() if (state := process.state)}
+
+    def show() -> None:
+        last = False
+        while not last:
+            last = ended.wait(POLL_S)
+            for name, process in list(stack.processes.items()):
+                if (state := process.state) and latest.get(name) != state[0]:
+                    latest[name] = state[0]
+                    console.print(f"{name}: {state[0]}, {state[1]:.1f} s", highlight=False, soft_wrap=True)
+
+    thread = Thread(target=show, name="service lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def services_table(stack: Stack) -> Table:
+    """What runs where; ports of health, metrics and HTTP are at the host of the address."""
+    kinds = {head.name: head.kind for head in stack.spec.heads}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # it fits 80 columns
+    for column in ("service", "kind", "address", "health", "metrics", "http", "pid"):
+        table.add_column(column, overflow="fold")
+    for name, ready in stack.services.items():
+        head = name.removeprefix("drafter-") if ready.role == "drafter" else ""
+        kind = kinds.get(head) or kinds.get(head.rpartition("-")[0]) or ""  # a replica's name ends in its number
+        ports = [address.rpartition(":")[2] or "-" for address in (ready.health, ready.metrics, ready.http)]
+        table.add_row(name, kind, ready.address, *ports, str(ready.pid))
+    return table
+
+
+def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
+    """A line for each thing that a person would ask about what runs."""
+    settings, spec = stack.settings, stack.spec
+    verifier, drafter = settings.verifier, settings.drafter
+    name = f"{verifier.name} ({spec.target})" if verifier.name else str(spec.target)
+    yield f"target   {name}, {_place(verifier.dtype, verifier.device, verifier.threads)}"
+    yield f"memory   {next(ready.memory for ready in stack.services.values() if ready.role == 'verifier')}"
+    yield ends_line(text_ends(spec.target))
+    yield f"{verifier.dtype}: {INVARIANT if verifier.invariant else PROMISES[verifier.dtype]}"
+    if heads := [head.name if head.name == head.kind else f"{head.name} ({head.kind})" for head in spec.heads]:
+        yield f"heads    {', '.join(heads)}; each {_place(drafter.dtype, drafter.device, drafter.threads)}"
+    policy = settings.orchestrator.policy or Policy.default([head.name for head in spec.heads]).name
+    yield f"policy   {policy}, budget {settings.orchestrator.budget}"
+    yield f"failover a request waits up to {stack.failover_s:.0f} s for a verifier that died and loads again"
+    yield f"logs     {stack.log_dir}{'' if logs_stay else ', deleted at the end; --log-dir FOLDER keeps them'}"
+    yield f"ready at {stack.address}; Ctrl-C stops it"
+    at = "" if stack.address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {stack.address}"
+    yield f'try      coppice generate "Once upon a time"{at}'
+    if pages := metrics_pages(stack):
+        yield f"         coppice top --address {','.join(pages)}"
+    if http := stack.orchestrator.http:
+        address = f"{'https' if settings.tls.on else 'http'}://{http}"
+        yield f"OpenAI   {address}/v1 is the base URL for OpenAI's clients"
+        if settings.orchestrator.page != "never" and is_loopback(settings.server.host):
+            yield f"page     {address}/ shows answers and draft trees"
+
+
+def metrics_pages(stack: Stack) -> list[str]:
+    """Addresses of the pages that say how a deployment does: those of orchestrators and of the adapter."""
+    roles = ("orchestrator", "adapter")
+    return [ready.metrics for ready in stack.services.values() if ready.role in roles and ready.metrics]
+
+
+def _place(dtype: str, device: str, threads: int) -> str:
+    cores = f" with {threads} {'thread' if threads == 1 else 'threads'}" if threads and device == "cpu" else ""
+    return f"{dtype} on {device}{cores}"

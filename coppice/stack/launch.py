@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSettings
+from coppice.config.sections import FEATURE_KINDS
 from coppice.stack.preflight import PORTS, preflight, reserve
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
@@ -30,23 +28,20 @@ ANSWERS_S = 5
 """how long running answers have when a whole stack is stopped"""
 FAILOVER_LOADS = 3
 """loads of the slowest verifier that an orchestrator waits for one at least: one that died has to load again"""
-_CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 ADAPTER, REDIS = "adapter", "redis"
+_CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 # Only the first orchestrator is for others; what settings say of listening is meant for it.
-_LOOPBACK = {
-    "server.host": "127.0.0.1",
-    "server.advertise": "127.0.0.1",
-    "server.port": 0,
-    "server.health_port": 0,
-    "server.metrics_port": 0,
-}
+_LOOPBACK = {"server.host": "127.0.0.1", "server.advertise": "127.0.0.1", **dict.fromkeys(PORTS[:3], 0)}
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MOST_DEATHS, WITHIN_S = 3, 60.0
+"""an orchestrator that dies so often in so many seconds is not started again"""
 
 
 class Stack:
     """Starts the processes of a spec and stops them: a context manager.
 
-    A process that dies is restarted by `restart`, `revive` or a Supervisor only: `check` raises with the tail of its
-    log. After the end `unclean` names the processes that did not stop by themselves with exit code 0.
+    A process that dies is restarted by `restart` or a Supervisor only: `check` raises with the tail of its log. After
+    the end `unclean` names the processes that did not stop by themselves with exit code 0.
     """
 
     def __init__(
@@ -66,14 +61,15 @@ class Stack:
         self.unclean: list[str] = []
         self.failover_s = self.settings.orchestrator.failover_s
         """how long a request waits for a verifier; once started, long enough for one that died to load again"""
-        self._modules, self._root, self._via, self._ready_s = modules, checkout(), via, ready_s
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.log_dir = log_dir
         self.processes: dict[str, ServiceProcess] = {}
         """every process by name, whether it runs or not, in the order of their start"""
-        self._reserved: list[socket.socket] = []  # the ports of all, which nobody else gets while one is dead
-        self.redis: LocalRedis | None = None  # its own, when signals need one
-        self._signals: dict[str, Any] = {}
+        self.redis: LocalRedis | None = None
+        """its own, when signals need one"""
+        self._modules, self._via, self._ready_s = modules, via, ready_s
+        self._held = contextlib.ExitStack()  # log folder and Redis, and the ports of processes, while one is dead, too
+        self._flags: dict[str, Any] = {}  # of every process
+        self._deadline = 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -91,38 +87,38 @@ class Stack:
 
         Raises InvalidField for what `preflight` finds, and ProcessFailed; call `stop` then too.
         """
-        kv_tokens = preflight(self.spec, self.settings)
+        spec = self.spec
+        kv_tokens = preflight(spec, self.settings)
         if self.log_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
-            self.log_dir = Path(self._temporary.name)
+            self.log_dir = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self._ready_s
-        self._signals = self._redis_flags()
-        spec, verifier_flags = self.spec, {"verifier.kv_tokens": kv_tokens, **self._verifier_flags()}
-        verifiers = [self._launch(name, "verifier", verifier_flags) for name in _names("verifier", spec.verifiers)]
-        drafters = []
-        for head in () if spec.one_process else spec.heads:
-            flags = self._drafter_flags(head)
-            if head.kind in FEATURE_KINDS:  # it fetches features from these verifiers only, whose ports are known then
-                flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address for verifier in verifiers]
-            for name in _names(f"drafter-{head.name}", spec.replicas):
-                drafters.append((head, self._launch(name, "drafter", flags)))
-        targets = [self._reached(verifier, deadline) for verifier in verifiers]
-        heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
+        self._deadline = time.monotonic() + self._ready_s
+        self._flags = {"server.grace_s": ANSWERS_S, **spec.flags(self.settings), **self._redis_flags()}
+        flags: dict[str, Any] = {"verifier.kv_tokens": kv_tokens}
+        if spec.one_process:
+            flags |= {**spec.extra.get("drafter", {}), "verifier.drafters": [str(head) for head in spec.heads]}
+        verifiers = [self._launch(name, "verifier", flags) for name in _names("verifier", spec.verifiers)]
+        drafters = {} if spec.one_process else {head: self._launch_drafters(head, verifiers) for head in spec.heads}
+        targets = [self._reached(verifier) for verifier in verifiers]
+        heads = [f"{head.name}={self._reached(each)}" for head, pool in drafters.items() for each in pool]
         if spec.one_process:
             heads = [f"{head.name}={target}" for head in spec.heads for target in targets]
-        flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
         loads = [process.state[1] for process in verifiers if process.state]
         self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(loads, default=0.0))
-        flags["orchestrator.failover_s"] = self.failover_s
-        if spec.adapted:
-            self._reached(self._launch(ADAPTER, "adapter", self._adapter_flags(heads)), deadline)
+        if adapted := {head.name: str(head.path) for head in spec.adapted}:
+            flags = {"adapter.heads": [f"{name}={path}" for name, path in adapted.items()]}
+            flags |= {"adapter.drafters": [head for head in heads if head.partition("=")[0] in adapted]}
+            self._reached(self._launch(ADAPTER, "adapter", flags))
+        flags = {"orchestrator.verifiers": targets, "orchestrator.heads": heads}
+        flags |= {"orchestrator.failover_s": self.failover_s}
         first, *others = _names("orchestrator", spec.orchestrators)
-        orchestrators = [self._launch(first, "orchestrator", flags)]
-        flags = {**flags, **_LOOPBACK, HTTP_PORT: min(0, flags[HTTP_PORT])}
+        server, http_port = self.settings.server, self.settings.orchestrator.http_port
+        public = {name: getattr(server, name.partition(".")[2]) for name in _LOOPBACK}
+        orchestrators = [self._launch(first, "orchestrator", {**flags, **public, HTTP_PORT: http_port})]
+        flags[HTTP_PORT] = min(0, http_port)
         orchestrators += [self._launch(name, "orchestrator", flags) for name in others]
         for orchestrator in orchestrators:
-            self._reached(orchestrator, deadline)
+            self._reached(orchestrator)
 
     def restart(self, name: str, flags: Mapping[str, Any] | None = None, ready_s: float | None = None) -> bool:
         """Do as `revive` does, and wait until the process is healthy. Raises ProcessFailed."""
@@ -149,13 +145,8 @@ class Stack:
                 if not process.stop(STOP_GRACE_S):
                     self.unclean.append(process.name)
                 del self.processes[process.name]
-        while self._reserved:
-            self._reserved.pop().close()
-        if self.redis:
-            self.redis.stop()
-            self.redis = None
-        if self._temporary:
-            self._temporary.cleanup()
+        self._held.close()
+        self.redis = None
 
     def check(self) -> None:
         """Raise ProcessFailed if a process died. The adapter and Redis are not missed: text goes on without them."""
@@ -171,24 +162,24 @@ class Stack:
     @property
     def pids(self) -> list[int]:
         """Every process of the stack, its own Redis included."""
-        own = self.redis.pid if self.redis else None
-        return [*(ready.pid for ready in self.services.values()), *([own] if own else [])]
+        own = [self.redis.pid] if self.redis and self.redis.pid else []
+        return [*(ready.pid for ready in self.services.values()), *own]
 
     @property
     def orchestrator(self) -> Ready:
-        """The first one."""
-        for ready in self.services.values():
-            if ready.role == "orchestrator":
-                return ready
-        raise ProcessFailed("the stack is not running")
+        """The first one. Raises ProcessFailed while none runs."""
+        return next(iter(self._orchestrators().values()))
 
     @property
     def address(self) -> str:
-        """Where clients go: HOST:PORT of every orchestrator, with commas between."""
-        orchestrators = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
-        if not orchestrators:
+        """Where clients go: HOST:PORT of every orchestrator, with commas between. Raises ProcessFailed."""
+        return ",".join(self._via(name, ready.address) for name, ready in self._orchestrators().items())
+
+    def _orchestrators(self) -> dict[str, Ready]:
+        found = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
+        if not found:
             raise ProcessFailed("the stack is not running")
-        return ",".join(self._via(name, ready.address) for name, ready in orchestrators.items())
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice up --ready-file` writes."""
@@ -197,80 +188,87 @@ class Stack:
         return {"address": first.address, "metrics": first.metrics, "http": first.http, "services": services}
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
+        """Start a process, whose ports are reserved for as long as the stack runs: it comes back on them."""
         assert self.log_dir
-        flags = {"server.grace_s": ANSWERS_S, **flags, **self._signals, **self.spec.extra.get(role, {})}
-        flags |= self._reserve(flags)
-        process = self.processes[name] = ServiceProcess(
-            name, role, self._modules[role], flags, self.log_dir, self._root
-        )
+        flags = {**_LOOPBACK, **self._flags, **flags, **self.spec.extra.get(role, {})}
+        for port in PORTS:
+            if (number := int(flags.get(port, -1))) >= 0:
+                with contextlib.suppress(OSError):  # the process says why it cannot listen
+                    flags[port] = reserve(self._held, flags["server.host"], number)
+        process = ServiceProcess(name, role, self._modules[role], flags, self.log_dir, checkout())
+        self.processes[name] = process
         process.log_file.unlink(missing_ok=True)  # of another stack
         process.start()
         return process
 
-    def _reserve(self, flags: Mapping[str, Any]) -> dict[str, int]:
-        """The ports of a process, reserved for as long as the stack runs: it comes back on them."""
-        ports, host = {}, flags.get("server.host", self.settings.server.host)
-        for name in PORTS:
-            if (port := int(flags.get(name, -1))) >= 0:
-                with contextlib.suppress(OSError):  # the process says why it cannot listen
-                    held = reserve(host, port)
-                    ports[name] = held.getsockname()[1]
-                    self._reserved.append(held)
-                    if sys.platform != "linux":  # two sockets cannot share a port there
-                        held.close()
-        return ports
+    def _launch_drafters(self, head: HeadSpec, verifiers: list[ServiceProcess]) -> list[ServiceProcess]:
+        """Start a head's pool. One that reads features may fetch them from these verifiers only."""
+        flags: dict[str, Any] = {"drafter.name": head.name, "drafter.kind": head.kind}
+        flags |= {"drafter.path": head.path} if head.path else {}
+        if head.kind in FEATURE_KINDS:
+            flags["drafter.verifiers"] = [verifier.wait_ready(self._deadline).address for verifier in verifiers]
+        return [self._launch(name, "drafter", flags) for name in _names(f"drafter-{head.name}", self.spec.replicas)]
 
-    def _reached(self, process: ServiceProcess, deadline: float) -> str:
+    def _reached(self, process: ServiceProcess) -> str:
         """Where a process is to be reached, once it is ready."""
-        return self._via(process.name, process.wait_ready(deadline).address)
+        return self._via(process.name, process.wait_ready(self._deadline).address)
 
     def _redis_flags(self) -> dict[str, Any]:
         """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
         if not self.spec.adapted or self.settings.adaptation.redis:
             return {}
-        self.redis = LocalRedis()
-        self.redis.start()
+        self.redis = self._held.enter_context(LocalRedis())
         return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self.redis.port}')}/0"}
-
-    def _adapter_flags(self, drafters: Sequence[str]) -> dict[str, Any]:
-        adapted = {head.name: head.path for head in self.spec.adapted}
-        return {
-            **_LOOPBACK,
-            "adapter.target": self.spec.target,
-            "adapter.heads": [f"{name}={path}" for name, path in adapted.items()],
-            "adapter.drafters": [pair for pair in drafters if pair.partition("=")[0] in adapted],
-        }
-
-    def _verifier_flags(self) -> dict[str, Any]:
-        verifier = self.settings.verifier
-        named = {"verifier.target": self.spec.target, "verifier.name": verifier.name}
-        flags = {**_LOOPBACK, **named, **_placed("verifier", verifier)}
-        if not self.spec.one_process:
-            return flags
-        heads = [f"{head.name}={head.kind}" + (f":{head.path}" if head.path else "") for head in self.spec.heads]
-        drafter = {**_placed("drafter", self.settings.drafter), **self.spec.extra.get("drafter", {})}
-        return {**flags, **drafter, "verifier.drafters": heads}
-
-    def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
-        flags = {"drafter.name": head.name, "drafter.kind": head.kind, "drafter.target": self.spec.target}
-        path = {"drafter.path": head.path} if head.path else {}
-        return {**_LOOPBACK, **flags, **_placed("drafter", self.settings.drafter), **path}
-
-    def _orchestrator_flags(self) -> dict[str, Any]:
-        flags = {
-            "orchestrator.target": self.spec.target,
-            "orchestrator.budget": self.settings.orchestrator.budget,
-            HTTP_PORT: self.settings.orchestrator.http_port,
-            **{f"server.{name}": value for name, value in self.settings.server if f"server.{name}" in PORTS},
-        }
-        policy = self.settings.orchestrator.policy
-        return {**flags, "orchestrator.policy": policy} if policy else flags
-
-
-def _placed(role: str, settings: VerifierSettings | DrafterSettings) -> dict[str, Any]:
-    """Where a role's model runs, as its flags."""
-    return {f"{role}.{name}": getattr(settings, name) for name in ("device", "dtype", "threads")}
 
 
 def _names(stem: str, count: int) -> list[str]:
     return [stem] if count == 1 else [f"{stem}-{number}" for number in range(count)]
+
+
+class Supervisor:
+    """Starts again what dies of a running stack, after a pause. Nothing in it waits for a process to load."""
+
+    def __init__(self, stack: Stack, say: Callable[[str], object]) -> None:
+        """`say` is given a line for every process that died or is back."""
+        self._stack, self._say = stack, say
+        self._deaths: dict[str, list[float]] = {name: [] for name in stack.processes}
+        """when each died, by time.monotonic(), since it last lived for WITHIN_S"""
+        self._starts_at: dict[str, float] = {}
+        """when what is dead is started again"""
+
+    def look(self) -> bool:
+        """Start what died once its pause is over, and return whether all run again since this look.
+
+        Raises ProcessFailed when an orchestrator has died too often.
+        """
+        back = [self._look(process) for process in self._stack.processes.values()]
+        return any(back) and not self._starts_at and all(each.ready for each in self._stack.processes.values())
+
+    def _look(self, process: ServiceProcess) -> bool:
+        name, now = process.name, time.monotonic()
+        if name in self._starts_at:
+            if now >= self._starts_at[name]:
+                del self._starts_at[name]
+                self._stack.revive(name)
+        elif process.ended:
+            pause_s = self._pause(process, now)
+            self._say(f"{name} {process.ended}; it is started again in {pause_s:g} s (log: {process.log_file})")
+            process.stop(0)  # how it ended is not held against it
+            self._starts_at[name] = now + pause_s
+        elif process.ready is None and process.find_ready():
+            self._say(f"{name} is back, {now - self._deaths[name][-1]:.1f} s after it died")
+            return True
+        return False
+
+    def _pause(self, process: ServiceProcess, now: float) -> float:
+        """Seconds from a death to the next start: twice as many with each, few again after a quiet while."""
+        deaths = self._deaths[process.name]
+        if deaths and now - deaths[-1] > WITHIN_S:
+            deaths.clear()
+        deaths.append(now)
+        if process.role == "orchestrator" and len(deaths) >= MOST_DEATHS and now - deaths[-MOST_DEATHS] < WITHIN_S:
+            try:
+                process.check()
+            except ProcessFailed as error:
+                raise ProcessFailed(f"{MOST_DEATHS} times in {WITHIN_S:g} s {error}") from None
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(deaths) - 1, 8))

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from coppice.config.model import ModelSize, disagreements, free_memory, text_ends
@@ -14,21 +15,26 @@ from coppice.errors import InvalidField
 from coppice.stack.process import environment
 from coppice.stack.spec import HTTP_PORT, StackSpec, checkout, module_of
 
-_TEMPLATE_S = 30  # to say what is wrong with a chat template
-
 PORTS = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
+_TEMPLATE_S = 30  # to say what is wrong with a chat template
 
 
 def preflight(spec: StackSpec, settings: Settings) -> int:
     """The KV tokens of each verifier. Raises InvalidField over a port that is taken, a device that is not here, or a
     target that memory cannot hold.
     """
-    taken: set[int] = set()
-    for field, host, port in _ports(spec, settings):
-        why = f"two of these services would listen on {port}" if port in taken else why_no_port(host, port)
-        taken.add(port)
-        if why:
-            raise InvalidField(field, f"{host}:{port} cannot be used ({why}); choose another port, or 0 for a free one")
+    first = {f"server.{name}": value for name, value in settings.server}
+    first |= {HTTP_PORT: settings.orchestrator.http_port, **spec.extra.get("orchestrator", {})}
+    adapter = {"server.host": "127.0.0.1", **(spec.extra.get("adapter", {}) if spec.adapted else {})}
+    numbers: set[int] = set()
+    for flags, name in ((flags, name) for flags in (first, adapter) for name in PORTS):
+        if (port := int(flags.get(name, 0))) > 0:
+            host = flags["server.host"]
+            reason = f"two of these services would listen on {port}" if port in numbers else why_no_port(host, port)
+            numbers.add(port)
+            if reason:
+                choose = "choose another port, or 0 for a free one"
+                raise InvalidField(name, f"{host}:{port} cannot be used ({reason}); {choose}")
     kv_tokens = check_target(spec, settings)
     _check_device("drafter.device", settings.drafter.device)
     return kv_tokens
@@ -38,16 +44,22 @@ def check_target(spec: StackSpec, settings: Settings) -> int:
     """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target that theirs
     cannot hold or whose texts would not end.
     """
-    verifier, told = settings.verifier, spec.extra.get("verifier", {})
-    ranks = int(told.get("verifier.ranks", verifier.ranks))
-    kv_tokens = int(told.get("verifier.kv_tokens", verifier.kv_tokens))
+    verifier, flags = settings.verifier, spec.extra.get("verifier", {})
+    ranks = int(flags.get("verifier.ranks", verifier.ranks))
+    kv_tokens = int(flags.get("verifier.kv_tokens", verifier.kv_tokens))
     _check_device("verifier.device", verifier.device, ranks)
     text_ends(spec.target)
     size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
-    if (room := device_memory(verifier.device)) is None:
+    if verifier.device.startswith("cuda"):
+        import torch
+
+        memory: float | None = torch.cuda.get_device_properties(verifier.device).total_memory
+    else:
+        memory = free_memory(verifier.device)
+    if memory is None:
         return kv_tokens
-    return size.fit_kv(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)
+    return size.fit_kv(kv_tokens, verifier.device, memory, ranks=ranks, copies=spec.verifiers)
 
 
 def target_warnings(folder: Path) -> Iterator[str]:
@@ -63,39 +75,30 @@ def target_warnings(folder: Path) -> Iterator[str]:
         yield "chats will be refused: this target's chat template does not end"
 
 
-def _ports(spec: StackSpec, settings: Settings) -> Iterator[tuple[str, str, int]]:
-    """Setting, host and number of every port that is not just any free one: of the first orchestrator, the adapter."""
-    first = {f"server.{name}": value for name, value in settings.server}
-    first |= {HTTP_PORT: settings.orchestrator.http_port, **spec.extra.get("orchestrator", {})}
-    adapter = spec.extra.get("adapter", {}) if spec.adapted else {}
-    for flags in (first, {"server.host": "127.0.0.1", **adapter}):
-        for name in PORTS:
-            if (port := int(flags.get(name, 0))) > 0:
-                yield name, flags["server.host"], port
-
-
 def why_no_port(host: str, port: int) -> str:
     """Why nobody can listen there; empty when one can."""
     try:
-        reserve(host, port).close()
+        with ExitStack() as tried:
+            reserve(tried, host, port)
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
 
 
-def reserve(host: str, port: int) -> socket.socket:
-    """A socket bound to a port, 0 for a free one, that does not listen: a server that sets SO_REUSEADDR can listen
-    there, and while none does, no outgoing connection and no server that takes any port gets it. Raises OSError.
+def reserve(until: ExitStack, host: str, port: int) -> int:
+    """Bind a port, 0 for a free one, without listening, until the stack ends; returns its number.
+
+    A server that sets SO_REUSEADDR can listen there, and while none does, no outgoing connection and no server that
+    takes any port gets it. Raises OSError.
     """
     bare = host.strip("[]")
-    held = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        held.bind((bare, port))
-    except OSError:
-        held.close()
-        raise
-    return held
+    bound = until.enter_context(socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((bare, port))
+    number = int(bound.getsockname()[1])
+    if sys.platform != "linux":  # two sockets cannot share a port there
+        bound.close()
+    return number
 
 
 def _check_device(field: str, device: str, ranks: int = 1) -> None:
@@ -114,12 +117,3 @@ def _check_device(field: str, device: str, ranks: int = 1) -> None:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         what = f"{device!r} for {ranks} ranks" if ranks > 1 else f"{device!r}"
         raise InvalidField(field, f"{what} is not here: torch is built {built} and finds {count} CUDA devices")
-
-
-def device_memory(device: str) -> float | None:
-    """Bytes of the memory of a device, of the host's those that are free; None where nobody knows."""
-    if device.startswith("cuda"):
-        import torch
-
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return free_memory(device)

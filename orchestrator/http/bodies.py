@@ -55,10 +55,12 @@ class Object(BaseModel):
             return fields
         if len(fields) > _MOST_FIELDS:
             raise InvalidField("body", f"an object has {_MOST_FIELDS} fields at most")
-        neutral = {name: cls.NEUTRAL.get(name, ()) or (fields[name],) for name in fields.keys() & cls.NEUTRAL.keys()}
-        return {
-            name: value for name, value in fields.items() if value is not None and value not in neutral.get(name, ())
-        }
+        return {name: value for name, value in fields.items() if not cls._asks_for_nothing(name, value)}
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        neutral = cls.NEUTRAL.get(name, ())
+        return value is None or neutral is None or value in neutral
 
 
 class StreamOptions(Object):

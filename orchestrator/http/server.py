@@ -31,8 +31,7 @@ from coppice.rpc.server import MAX_PARTS, most_calls, within
 from ..service import GenerationServicer
 from . import errors
 from .answering import Answering
-from .app import make_app
-from .page import FILES, add_page, is_served
+from .app import FILES, is_page_served, make_app
 
 log = structlog.get_logger()
 
@@ -202,9 +201,7 @@ class HttpServer:
         """Raises InvalidField for bad certificates."""
         self._grace_s, self._draining = settings.server.grace_s, draining
         self._answering = Answering(service, access)
-        app = make_app(service, self._answering)
-        if is_served(settings):
-            add_page(app, service, self._answering)
+        app = make_app(service, self._answering, is_page_served(settings))
         self._config = uvicorn.Config(
             HttpDoor(app, service, access, draining),
             host=settings.server.host,

@@ -16,7 +16,7 @@ from coppice.client.client import Client
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.stack.launch import Stack
-from orchestrator.http.page import FILES, HEADERS, is_served
+from orchestrator.http.app import FILES, HEADERS, is_page_served
 from tests.browser import CHROMIUM, chromium, until, visiting
 from tests.node import node_modules
 
@@ -358,7 +358,7 @@ def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:
     ],
 )
 def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: bool) -> None:
-    assert is_served(load_settings(flags)) is served
+    assert is_page_served(load_settings(flags)) is served
 
 
 def test_heads_have_the_colour_of_their_kind_and_others_one_that_no_kind_has(page: Page) -> None:

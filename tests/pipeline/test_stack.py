@@ -20,7 +20,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from coppice.commands.top import service_lines
+from coppice.commands.up import service_lines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch

@@ -108,8 +108,3 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
     assert (shown["weights_hash"], shown["history"][0]["version"]) == (STATUS.weights_hash.hex(), None)
     adapter_command.draw([STATUS, STATUS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
-
-
-def test_a_moving_mean() -> None:
-    assert adapter_command.moving_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-    assert adapter_command.moving_mean([]) == []

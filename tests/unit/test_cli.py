@@ -59,8 +59,8 @@ def loads(words: list[str], modules: tuple[str, ...], **variables: str) -> tuple
     ("words", "unloaded"),
     [
         ([], ("numpy", "grpc", *LIGHT)),
-        (["generate"], ("numpy", "grpc", *LIGHT)),
-        (["up"], ("numpy", "grpc", *LIGHT)),
+        (["generate"], LIGHT),
+        (["up"], LIGHT),
         (["bench", "run"], LIGHT),
         (["train", "head"], LIGHT),
     ],
