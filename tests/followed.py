@@ -42,7 +42,7 @@ def truth(model: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def start_verifier(start_service: StartService, target: Path) -> StartService:
     flags = ["--verifier.target", str(target), "--verifier.threads", "1"]
-    window = {"TEST_CONSTANTS": f"services.verifier.worker.FEATURE_WINDOW={WINDOW}"}
+    window = {"TEST_CONSTANTS": f"services.verifier.features.FEATURE_WINDOW={WINDOW}"}
     return lambda *more: start_service("services.verifier", *flags, *more, variables=window)
 
 

@@ -63,18 +63,18 @@ def _coupling_one_position_off(patch: Patch) -> None:
 
 
 def _nan_row(patch: Patch) -> None:
-    def walk(original: Any, self: Any, step: Any, rows: Any) -> Any:
-        if len(rows.logits) > 1 and not self.request.sampling.temperature:  # a sampled one is refused by decode_row
-            rows.logits = rows.logits.index_fill(0, torch.tensor([1]), torch.nan)
-        return original(self, step, rows)
+    def read(original: Any, job: Job, first: int, logits: Any, drawn: Any) -> Any:
+        if job.step and len(logits) > 1 and not job.session.request.sampling.temperature:  # decode_row refuses others
+            logits = logits.index_fill(0, torch.tensor([1]), torch.nan)
+        return original(job, first, logits, drawn)
 
-    _changed(patch, session.Session, "walk", walk)
+    _changed(patch, Job, "read", read)
 
 
 def _features_one_row_off(patch: Patch) -> None:
-    def take_features(original: Any, parts: Any, features: Any, layers: Any) -> None:
-        decoding = features is not None and any(rows.job.step for rows in parts)
-        original(parts, features.roll(1, 0) if decoding else features, layers)
+    def take_features(original: Any, jobs: Any, features: Any, layers: Any) -> None:
+        decoding = features is not None and any(job.step for job in jobs)
+        original(jobs, features.roll(1, 0) if decoding else features, layers)
 
     _changed(patch, worker, "take_features", take_features)
 
@@ -175,12 +175,12 @@ def _calibration_as_truth(patch: Patch) -> None:
 def _prefix_of_another_session(patch: Patch) -> None:
     first: list[list[int]] = []
 
-    def left(job: Job) -> list[int]:
-        ids = job.session.request.ids
+    def left(self: session.Session) -> list[int]:
+        ids = self.request.ids
         first.append(ids)
-        return [*first[0][: min(8, len(ids))], *ids[8:]][job.session.committed_len :]
+        return [*first[0][: min(8, len(ids))], *ids[8:]][self.committed_len :]
 
-    patch.setattr(Job, "prefill_left", property(left))
+    patch.setattr(session.Session, "prefill_left", property(left))
     _changed(
         patch, session.Session, "commit", lambda commit, self, ids, features: commit(self, _own(self, ids), features)
     )

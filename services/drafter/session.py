@@ -130,18 +130,11 @@ def _joined(trees: list[DraftTree]) -> DraftTree:
 
 
 def garbage(tree: DraftTree) -> DraftTree:
-    """An invalid tree of the same size: a parent that comes later, an id outside the vocabulary, or a NaN score.
-
-    tree: n nodes; an empty one gets one node.
-    """
+    """An invalid tree of n >= 1 nodes: a parent that comes later, an id outside the vocabulary, or a NaN score."""
     n = max(1, len(tree))
-    parents, scores = np.arange(n), np.full(n, -0.5, np.float32)
     tokens = np.resize(tree.tokens, n) if len(tree) else np.zeros(n, np.int64)
-    fault = int(tokens.sum()) % 3 if n > 1 else 1
-    if fault == 0:
-        parents[0] = n
-    elif fault == 1:
-        tokens[0] = 2**31 - 1
-    else:
-        scores[-1] = np.nan
-    return DraftTree(tokens, parents, scores)
+    spoiled = DraftTree(tokens, np.arange(n), np.full(n, -0.5, np.float32))
+    faults = ((spoiled.parents, n), (spoiled.tokens, 2**31 - 1), (spoiled.log_probs, np.nan))
+    array, value = faults[int(tokens.sum()) % 3]
+    array[-1] = value
+    return spoiled

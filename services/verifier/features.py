@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,40 +20,40 @@ FEATURE_WINDOW = 4096  # positions whose features a session keeps for followers
 MOST_UNREAD = 32  # commits that wait for a follower; then its stream ends, and it may follow again
 
 
-@dataclass
 class FeatureWindow:
-    """The features of a session's latest positions, model dtype, at most `most` rows and a chunk."""
+    """The features of a session's latest positions, model dtype, at most FEATURE_WINDOW rows and a chunk."""
 
-    most: int
-    end: int = 0  # one behind the last position held
-    starts: list[int] = field(default_factory=list)  # of the chunks
-    chunks: list[Tensor] = field(default_factory=list)
-
-    @property
-    def start(self) -> int:
-        """The first position held."""
-        return self.starts[0] if self.starts else self.end
+    def __init__(self) -> None:
+        self.start = self.end = 0
+        """the first position held, and one behind the last"""
+        self._chunks: deque[Tensor] = deque()
 
     def append(self, rows: Tensor) -> None:
         """Add (n, F) rows of the next positions and forget what lies before the window. Nobody writes to them again."""
-        self.starts.append(self.end)
-        self.chunks.append(rows)
+        self._chunks.append(rows)
         self.end += len(rows)
-        while len(self.chunks) > 1 and self.end - self.starts[1] >= self.most:
-            del self.starts[0], self.chunks[0]
+        while len(self._chunks) > 1 and self.end - self.start - len(self._chunks[0]) >= FEATURE_WINDOW:
+            self.start += len(self._chunks.popleft())
 
-    def since(self, start: int) -> tuple[int, list[Tensor]]:
-        """Rows from a position on, or from the first one that is still here, at most `most`: the position of the first
-        row, and the rows chunk by chunk.
+    def newest(self, end: int) -> tuple[int, int]:
+        """Where the rows begin that a follower may begin with, and how many they are; `end`: of the session's text."""
+        count = min(self.end - self.start, FEATURE_WINDOW)
+        return end - count, count
 
-        Raises InvalidField when none of them is here.
+    def since(self, start: int, end: int) -> tuple[int, list[Tensor]]:
+        """Rows from `start` on, or from the first position that is still here, at most FEATURE_WINDOW: the position of
+        the first row, and the rows chunk by chunk.
+
+        Raises InvalidField when none of the positions before `end` is here.
         """
-        first = max(start, self.start, self.end - self.most)
-        if first >= self.end:
-            raise InvalidField("ref", f"positions from {start} on are not in {self.start}..{self.end - 1}")
-        oldest = bisect_right(self.starts, first) - 1
-        chunks = self.chunks[oldest:]
-        chunks[0] = chunks[0][first - self.starts[oldest] :]
+        first, at = max(start, self.start, self.end - FEATURE_WINDOW), self.start
+        if first >= min(end, self.end):
+            raise InvalidField("ref", f"positions {start}..{end - 1} are not in {self.start}..{self.end - 1}")
+        chunks = []
+        for rows in self._chunks:
+            if at + len(rows) > first:
+                chunks.append(rows[max(0, first - at) :])
+            at += len(rows)
         return first, chunks
 
 

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import structlog
 import torch
+from torch import Tensor
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
-from coppice.engine.kv_cache import BlockTable, OutOfBlocks
+from coppice.engine.kv_cache import OutOfBlocks
 from coppice.engine.rows import pack
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import BLOCK_SIZE, TREE_ROOM
 from coppice.telemetry import WARMING_UP, SessionMetrics
-from coppice.wire.common import FeatureRef, Features
+from coppice.wire.common import FeatureRef
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
-from .features import FEATURE_WINDOW, Committed, Feed
+from .features import Feed
 from .generation_config import repetition_penalty
 from .prefix import PrefixCache, PrefixCacheMetrics
 from .ranks import Ranks, check_devices, load
-from .session import Job, Session, TargetRows, split, take_features
+from .session import Job, Session, take_features
 
 log = structlog.get_logger()
 
@@ -62,8 +63,7 @@ class Worker(BatchingThread):
         self._sessions: dict[int, Session] = {}  # by key
         self._by_name: dict[str, Session] = {}
         self._jobs: dict[int, Job] = {}  # of sessions that are opened or have a step, by key, in the order they came
-        self._answers: list[tuple[Answer, Any]] = []
-        self._fed: list[tuple[Feed, Committed | None]] = []
+        self._calls: list[tuple[Callable[..., None], Any, Any]] = []  # for the event loop, behind the next batch
         self._pruner: Pruner | None = None
         self._ranks: Ranks | None = None  # tensor-parallel ranks 1 to n - 1; None on one device
 
@@ -106,7 +106,7 @@ class Worker(BatchingThread):
             try:
                 take(answer)
             except Exception as error:
-                self._answers.append((answer, error))
+                self._answer(answer, error)
 
         self.post(work)
         return await answer
@@ -147,7 +147,9 @@ class Worker(BatchingThread):
         """Run one packed forward over every waiting step and as much of the prompts as fits; send the answers."""
         if not self.idle():
             self._forward()
-        self._deliver()
+        if self._calls:
+            calls, self._calls = self._calls, []
+            self.loop.call_soon_threadsafe(_call_all, calls)
 
     def _take_open(self, key: int, request: OpenSession, arrived: int, answer: Answer) -> None:
         """Admit a session and give it its KV. Raises InvalidField, and Unavailable while the pool has no room: the
@@ -165,7 +167,7 @@ class Worker(BatchingThread):
             raise Unavailable(str(error)) from None
         try:
             request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
-            session = Session(key, request, prefix, FEATURE_WINDOW, self.engine.info.vocab_size)
+            session = Session(key, request, prefix, self.engine.info.vocab_size)
         except BaseException:
             self._cache.close(prefix)
             raise
@@ -190,14 +192,14 @@ class Worker(BatchingThread):
         self.metrics.closed.inc()
         self._jobs.pop(key, None)
         self._rejoin.closed(key)
-        self._fed += ((feed, None) for feed in session.feeds)
+        self._calls += ((Feed.put, feed, None) for feed in session.feeds)
         self._note_kv()
 
     def _take_follow(self, feed: Feed, answer: Answer) -> None:
         session = self._by_name.get(feed.ref.session)
         if session is None:
             raise NotFound(f"no session {feed.ref.session} here")
-        self._answers.append((answer, session.follow(feed)))
+        self._answer(answer, session.follow(feed))
 
     def _take_unfollow(self, feed: Feed) -> None:
         session = self._by_name.get(feed.ref.session)
@@ -210,7 +212,6 @@ class Worker(BatchingThread):
         """One packed forward, and what each session makes of its part."""
         taken = time.perf_counter_ns()
         jobs = self._schedule()
-        steps = [job.session.key for job in jobs if job.step]
         for job in jobs:
             job.started = job.started or taken
         layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
@@ -223,15 +224,17 @@ class Worker(BatchingThread):
             if self._ranks:
                 self._ranks.fail("rank 0 did not do a forward that the others did")
             for job in jobs:
-                self._answer(job, error)
+                self._end(job, error)
         else:
+            steps = [job.session.key for job in jobs if job.step]
             shared = self._account(jobs, steps, output, started)
-            parts = self._walk(split(jobs, output.logits, drawn))
-            take_features(parts, output.features, layers)
-            self._answer_all(parts, shared, self._pruner.hint(len(steps)) if self._pruner and steps else None)
-            going_on = [rows.job.session.key for rows in parts if rows.job.step and not rows.job.session.over]
+            jobs = self._read(jobs, output.logits, drawn)
+            walked = [job for job in jobs if job.step]
+            self.engine.pool.compact([(job.session.table, job.session.committed_len, job.text) for job in walked])
+            take_features(jobs, output.features, layers)
+            self._commit(jobs, shared, self._pruner.hint(len(steps)) if self._pruner and steps else None)
+            going_on = [job.session.key for job in walked if not job.session.over]
             self.served(output.forward_ns / 1e9, going_on, time.perf_counter())
-        self._jobs = {key: job for key, job in self._jobs.items() if not job.answered}
         self._note_kv()
 
     def _schedule(self) -> list[Job]:
@@ -241,16 +244,16 @@ class Worker(BatchingThread):
         room = PREFILL_ROWS
         for job in self._jobs.values():
             if job.step:
-                job.cut(job.session.room)
+                job.cut(job.session.table.capacity - job.session.committed_len - 1)
                 steps.append(job)
             elif room > 0:
-                room -= job.lay_chunk(room)
+                job.lay(room)
+                room -= len(job.piece.tokens)
                 chunks.append(job)
         if self._pruner is not None:
             self._pruner.cut(steps, PREFILL_ROWS - room)
         for job in steps:
-            if job.step:
-                job.lay_tree(job.step.root)
+            job.lay(room)
         return [*steps, *chunks]
 
     def _account(self, jobs: list[Job], steps: list[int], output: ForwardOutput, started: int) -> VerifyTimings:
@@ -268,40 +271,41 @@ class Worker(BatchingThread):
             plain_ns = int(share * forward_ns)
         return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
 
-    def _walk(self, parts: Iterable[TargetRows]) -> list[TargetRows]:
-        """Walk each step's tree, and keep the KV of its path. A part that fails is answered, and left out."""
-        walked: list[TargetRows] = []
-        paths: list[tuple[BlockTable, int, Sequence[int]]] = []
-        for rows in parts:
-            job, session = rows.job, rows.job.session
-            try:
-                if job.step:
-                    session.walk(job.step, rows)
-                    paths.append((session.table, session.committed_len, rows.text))
-            except Exception as error:
-                self._answer(job, error)
-            else:
-                walked.append(rows)
-        self.engine.pool.compact(paths)
-        return walked
+    def _read(self, jobs: list[Job], logits: Tensor, drawn: Sequence[int]) -> list[Job]:
+        """Give each job its part of a forward, and walk the trees. A job whose part fails is answered, and left out.
 
-    def _answer_all(self, parts: Sequence[TargetRows], shared: VerifyTimings, hint: int | None) -> None:
-        """Commit every session's part, and answer it if it is complete."""
-        began = time.perf_counter_ns()
-        for rows in parts:
-            job, session = rows.job, rows.job.session
+        logits: (R, V) of all jobs. drawn: (R,) ids that a device drew, if one did.
+        """
+        well: list[Job] = []
+        first = start = 0
+        for job in jobs:
+            end = start + len(job.piece.keep)
+            try:
+                job.read(first, logits[start:end], drawn[start:end])
+                well.append(job)
+            except Exception as error:
+                self._end(job, error)
+            first, start = first + len(job.piece.tokens), end
+        return well
+
+    def _commit(self, jobs: list[Job], shared: VerifyTimings, hint: int | None) -> None:
+        """Commit every job's part, and answer those that are complete, behind all commits: drafting goes on first."""
+        began, answers = time.perf_counter_ns(), []
+        for job in jobs:
+            session = job.session
             answer: SessionOpened | Verdict | None
             try:
-                answer = session.judge(job.step, rows, hint) if job.step else self._prefilled(session, rows)
+                if job.step:
+                    answer, committed = job.judge(job.step, hint)
+                    self._calls += [(Feed.put, feed, committed) for feed in session.feeds]
+                else:
+                    answer = job.prefilled(self.address, self.settings.dtype)
                 self._cache.fill(session.prefix)
             except Exception as error:
-                self._answer(job, error)
+                self._end(job, error)
                 continue
             if answer is None:
                 continue
-            if job.step:
-                for feed in session.feeds:
-                    self._fed.append((feed, session.last))
             ended = time.perf_counter_ns()
             timings = replace(
                 shared,
@@ -310,42 +314,23 @@ class Worker(BatchingThread):
                 accept_ns=ended - began,
                 total_ns=ended - job.arrived,
             )
-            self._answer(job, replace(answer, timings=timings))
-
-    def _prefilled(self, session: Session, rows: TargetRows) -> SessionOpened | None:
-        """Commit a chunk of a prompt; the session's answer behind the last one."""
-        if session.request.want_prompt_log_probs:
-            session.score_prompt(rows.logits)
-        session.commit(list(rows.job.piece.tokens), rows.features)
-        return None if rows.job.prefill_left else session.opened(rows, self._prompt_features(session))
-
-    def _prompt_features(self, session: Session) -> Features:
-        window, request = session.features, session.request
-        count = min(window.end - window.start, window.most)  # it holds whole chunks, maybe more
-        start = session.committed_len - count
-        ref = FeatureRef(self.address, request.session, start, count, request.feature_layers)
-        return Features(start, count, self.settings.dtype, None, ref)
+            answers.append((job, replace(answer, timings=timings)))
+        for job, whole in answers:
+            self._end(job, whole)
 
     def _note_kv(self) -> None:
         self.kv_tokens_used = self.engine.pool.used_tokens
         self.metrics.kv_tokens.set(self.kv_tokens_used)
 
-    # --- answers ---
+    def _end(self, job: Job, value: SessionOpened | Verdict | Exception) -> None:
+        del self._jobs[job.session.key]
+        self._answer(job.answer, value)
 
-    def _answer(self, job: Job, value: Any) -> None:
-        job.answered = True
-        self._answers.append((job.answer, value))
-
-    def _deliver(self) -> None:
-        """Hand all answers to the event loop in one wake-up, behind the commits: drafting goes on first."""
-        if self._answers or self._fed:
-            answers, fed = self._answers, self._fed
-            self._answers, self._fed = [], []
-            self.loop.call_soon_threadsafe(_hand_over, answers, fed)
+    def _answer(self, answer: Answer, value: Any) -> None:
+        self._calls.append((settle, answer, value))
 
 
-def _hand_over(answers: list[tuple[Answer, Any]], fed: list[tuple[Feed, Committed | None]]) -> None:
-    for feed, committed in fed:
-        feed.put(committed)
-    for future, value in answers:
-        settle(future, value)
+def _call_all(calls: list[tuple[Callable[..., None], Any, Any]]) -> None:
+    """Hand everything that waited to the event loop, in one wake-up."""
+    for call, receiver, value in calls:
+        call(receiver, value)

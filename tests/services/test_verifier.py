@@ -70,7 +70,7 @@ def verifier(start_service: StartService, target: Path) -> Service:
 
 
 SMALL = ("--verifier.kv_tokens", "520", "--limits.queue_s", "0.4")
-WINDOW = {"TEST_CONSTANTS": "services.verifier.worker.FEATURE_WINDOW=16"}
+WINDOW = {"TEST_CONSTANTS": "services.verifier.features.FEATURE_WINDOW=16"}
 UNPRUNED = ("--verifier.prune", "false")
 
 

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from coppice.engine.kv_cache import BlockTable
-from coppice.engine.rows import Piece
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
 from coppice.wire.verifier import NextRoot, OpenSession, VerifyStep
 from services.verifier.prefix import Prefix
-from services.verifier.session import Job, Session, TargetRows
+from services.verifier.session import Job, Session
 
 VOCAB = 24
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
@@ -121,11 +120,12 @@ def decoded(
     text = [*prompt, *held]
     opening = OpenSession("s", list(text), sampling, stop_ids, length, prompt_tokens=len(prompt), min_len=min_len)
     table = BlockTable("s", 32, np.empty(0, np.int64), 0, True)
-    session = Session(1, opening, Prefix(table, [], "", ()), 0, VOCAB)
-    session.commit(text, None)
-    opened: Any = Job(session, None, 0)  # type: ignore[arg-type]
-    opened.piece = Piece.chain(table, 0, text, [len(text) - 1])
-    said: NextRoot | None = session.opened(TargetRows(opened, torch.from_numpy(logits_after(text))[None], 0), None).next
+    session = Session(1, opening, Prefix(table, [], "", ()), VOCAB)
+    job = Job(session, None, 0)  # type: ignore[arg-type]
+    job.lay(len(text))
+    job.read(0, torch.from_numpy(logits_after(text))[None], ())
+    answer: Any = job.prefilled("", "float32")
+    said: NextRoot | None = answer.next
     while said is not None and len(text) < length:
         assert said.row is not None
         root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))
@@ -136,11 +136,10 @@ def decoded(
         fence = replace(session.fence, step=session.step + 1)
         step = VerifyStep(fence, root, tree)
         job = Job(session, None, 0, step, tree)  # type: ignore[arg-type]
-        job.lay_tree(root)
-        rows = TargetRows(job, logits, 0)
-        session.walk(step, rows)
-        verdict = session.judge(step, rows)
-        text, said = texts[rows.text[-1]], verdict.next
+        job.lay(0)
+        job.read(0, logits, ())
+        verdict, _ = job.judge(step)
+        text, said = texts[job.text[-1]], verdict.next
         assert verdict.fence == session.fence
     return text
 
