@@ -1,7 +1,8 @@
 """Where the replicas of a pool are: a static list, DNS, or a registry in Redis that replicas keep themselves in.
 
-If a directory does not answer, or is empty, the last known addresses stay in use. Which of them are alive is for
-health checks to say.
+An address holds for one lease after it was last listed. While a list is away or empty, what it named last holds, and
+after a flush of the registry all replicas register again within that time. Which of them are alive is for health checks
+to say.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
@@ -22,12 +24,14 @@ log = structlog.get_logger()
 
 Changed = Callable[[tuple[str, ...]], None]
 """Told the sorted addresses; never none"""
+Look = Callable[[], Awaitable[Iterable[str]]]
+"""Lists the addresses of a directory; raises Unavailable"""
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 MAX_REPLICAS = 1024
 """of a pool that are read"""
 LEASE_S, POLL_S = 3.0, 0.5
-"""how long the registry believes a replica; time between two looks at a registry or at DNS"""
+"""how long a replica is believed to be where it was listed; time between two looks at a registry or at DNS"""
 _ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
 
 
@@ -39,10 +43,7 @@ def _split(address: str) -> tuple[str, int] | None:
     return match[1].strip("[]"), int(match[2])
 
 
-# A member that begins with # says when the set was made, so that a flush is seen even when the first replicas are back
-# before anybody looks.
 _ENTER = """
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZADD', KEYS[1], '+inf', '#' .. now) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 return redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 """
@@ -61,90 +62,67 @@ class Registry:
     def __init__(self, url: str, role: str, pool: str) -> None:
         from coppice.rpc.redis_connection import Connection
 
-        self.name = "redis"
         self.key = registry_key(role, pool)
         self._connection = Connection(url)
-        self.lease_s = LEASE_S
-        self._made_at = ""
 
     async def keep(self, address: str, leaving: asyncio.Event) -> None:
         """Register HOST:PORT by a lease that is renewed, until `leaving`; then leave. Redis may come and go."""
-        registered, troubled = False, False
+        registered: bool | None = None
         while not leaving.is_set():
+            before = registered
             try:
-                await self._connection.run(_ENTER, self.key, address, round(1000 * self.lease_s))
-                if not registered:
-                    log.info("registered", at=self.key, address=address)
-                registered, troubled = True, False
+                await self._connection.run(_ENTER, self.key, address, round(1000 * LEASE_S))
+                registered = True
             except Unavailable as error:
-                if not troubled:
+                registered = False
+                if before is not False:
                     log.warning("not registered", at=self.key, why=str(error))
-                registered, troubled = False, True
+            if registered and not before:
+                log.info("registered", at=self.key, address=address)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.lease_s / 3):
+                async with asyncio.timeout(LEASE_S / 3):
                     await leaving.wait()
-        if registered:
-            with contextlib.suppress(Unavailable):
-                await self._connection.run(_LEAVE, self.key, address)
+        with contextlib.suppress(Unavailable):
+            await self._connection.run(_LEAVE, self.key, address)
         await self.close()
 
-    async def look(self) -> frozenset[str]:
-        """The addresses whose lease runs. Raises Unavailable for none, too, and after a flush."""
+    async def look(self) -> list[str]:
+        """The addresses whose lease runs. Raises Unavailable."""
         members = await self._connection.run(_LIST, self.key, MAX_REPLICAS)
-        names = [member.decode(errors="replace") for member in members]
-        addresses = frozenset(name for name in names if _split(name))
-        made_at = next((name for name in names if name.startswith("#")), "")
-        before, self._made_at = self._made_at, made_at or self._made_at
-        if not addresses:
-            raise Unavailable("is empty")
-        if before not in ("", made_at):
-            raise Unavailable("was emptied")
-        return addresses
+        return [name for member in members if _split(name := member.decode(errors="replace"))]
 
     async def close(self) -> None:
         """End the connection."""
         await self._connection.close()
 
 
-class _Dns:
-    """The A records of a name, or where it has none its AAAA records: a replica with both is one replica."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.name = f"dns:{host}:{port}"
-        self._host, self._port = host, port
-
-    async def look(self) -> frozenset[str]:
-        loop = asyncio.get_running_loop()
-        try:
-            records = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise Unavailable(str(error)) from None
-        v4 = frozenset(f"{at[0]}:{self._port}" for family, *_, at in records if family == socket.AF_INET)
-        v6 = frozenset(f"[{at[0]}]:{self._port}" for family, *_, at in records if family == socket.AF_INET6)
-        if not v4 and not v6:
-            raise Unavailable("is empty")
-        return v4 or v6
-
-    async def close(self) -> None:
-        """As of a Registry."""
+async def resolve(host: str, port: int) -> list[str]:
+    """The A records of a name, or where it has none its AAAA records: a replica with both is one."""
+    try:
+        records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Unavailable(str(error)) from None
+    v4 = [f"{at[0]}:{port}" for family, *_, at in records if family == socket.AF_INET]
+    return v4 or [f"[{at[0]}]:{port}" for family, *_, at in records if family == socket.AF_INET6]
 
 
 class Directory:
     """Follows the places where the replicas of one pool are listed."""
 
-    def __init__(self, fixed: Sequence[str], sources: Sequence[Registry | _Dns]) -> None:
-        self._fixed, self._sources = frozenset(fixed), sources
-        self._found: dict[str, frozenset[str]] = {}
+    def __init__(self, fixed: Sequence[str], lists: Mapping[str, Look]) -> None:
+        self._fixed, self._lists = fixed, lists
+        self._until: dict[str, dict[str, float]] = {name: {} for name in lists}
+        """by list, when the lease of each address that it named is over"""
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """What is known now, sorted: before `run` those of the static list."""
-        return tuple(sorted(self._fixed.union(*self._found.values())))
+        return tuple(sorted({*self._fixed}.union(*self._until.values())))
 
     @property
     def news_s(self) -> float:
         """How long it may take until a new replica is known, seconds; 0: the list is static."""
-        return 2 * POLL_S if self._sources else 0.0
+        return 2 * POLL_S if self._lists else 0.0
 
     async def run(self, changed: Changed) -> None:
         """Call `changed` with the addresses as soon as there are any, and whenever they change, until cancelled."""
@@ -157,35 +135,30 @@ class Directory:
                 changed(latest)
 
         notify()
-        if not self._sources:
+        if not self._lists:
             await asyncio.Event().wait()
         async with asyncio.TaskGroup() as group:
-            for source in self._sources:
-                group.create_task(self._follow(source, notify))
+            for name, look in self._lists.items():
+                group.create_task(self._follow(name, look, notify))
 
-    async def _follow(self, source: Registry | _Dns, notify: Callable[[], None]) -> None:
-        """Poll. For one lease after a failure no address is removed: replicas need that long to register again."""
-        clock = asyncio.get_running_loop().time
-        last: frozenset[str] = frozenset()
-        troubled, hold_until = False, 0.0
-        try:
-            while True:
-                try:
-                    addresses = await source.look()
-                except Unavailable as error:
-                    if not troubled:
-                        log.warning("a directory is lost; what it named last holds", at=source.name, why=str(error))
-                    troubled = True
-                else:
-                    if troubled:
-                        log.info("a directory is back", at=source.name, replicas=len(addresses))
-                        troubled, hold_until = False, clock() + LEASE_S if last else 0.0
-                    last = addresses | last if clock() < hold_until else addresses
-                    self._found[source.name] = last
-                    notify()
-                await asyncio.sleep(POLL_S)
-        finally:
-            await source.close()
+    async def _follow(self, name: str, look: Look, notify: Callable[[], None]) -> None:
+        clock, lost = asyncio.get_running_loop().time, False
+        while True:
+            try:
+                listed = [*await look()]
+                if not listed:
+                    raise Unavailable("is empty")
+                if lost:
+                    log.info("a directory is back", at=name, replicas=len(listed))
+                lost = False
+            except Unavailable as error:
+                if not lost:
+                    log.warning("a directory is lost; what it named last holds", at=name, why=str(error))
+                lost, listed = True, [*self._until[name]]
+            until = self._until[name] | dict.fromkeys(listed, clock() + LEASE_S)
+            self._until[name] = {address: over for address, over in until.items() if over > clock()}
+            notify()
+            await asyncio.sleep(POLL_S)
 
 
 def directory(places: Sequence[str], role: str, pool: str, redis: str, field: str) -> Directory:
@@ -197,19 +170,19 @@ def directory(places: Sequence[str], role: str, pool: str, redis: str, field: st
     if not places:
         raise InvalidField(field, "names none")
     fixed: list[str] = []
-    sources: dict[str, Registry | _Dns] = {}
+    lists: dict[str, Look] = {}
     for place in places:
         if place == "redis":
             if not redis:
                 raise InvalidField(field, "redis is the registry of directory.redis, which is not set")
-            sources.setdefault(place, Registry(redis, role, pool))
+            lists.setdefault(place, Registry(redis, role, pool).look)
         elif place.startswith("dns:") and (name := _split(place.removeprefix("dns:"))):
-            sources.setdefault(place, _Dns(*name))
+            lists[place] = partial(resolve, *name)
         elif _split(place):
             fixed.append(place)
         else:
             raise InvalidField(field, f"{place!r} is not HOST:PORT, dns:HOST:PORT or redis")
-    return Directory(fixed, list(sources.values()))
+    return Directory(fixed, lists)
 
 
 def drafter_pools(pairs: Sequence[str], redis: str, field: str) -> dict[str, Directory]:

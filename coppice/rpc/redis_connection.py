@@ -21,27 +21,15 @@ TIMEOUT_S = 1.0
 """how long Redis may take to answer"""
 
 
-def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
-    """Make a client that never tries again by itself: what it sends again may have arrived.
-
-    Bound its calls with asyncio.timeout. redis-py bounds them with asyncio.wait_for, which on Python 3.11 loses a
-    cancellation that comes when what it waits for is just done.
-    """
-    tls: dict[str, Any] = {"ssl_check_hostname": True} if url.startswith("rediss://") else {}
-    return Redis.from_url(
-        url,
-        socket_timeout=None,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        **tls,
-    )
-
-
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
 
 class Connection:
-    """A client for one caller at a time. It is made with the first exchange and given up after any trouble."""
+    """A client for one caller at a time. It is made with the first exchange and given up after any trouble.
+
+    redis-py sends nothing again, as it may have arrived, and bounds no call: it would with asyncio.wait_for, which on
+    Python 3.11 loses a cancellation that comes when what it waits for is just done.
+    """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: how long Redis may take to answer."""
@@ -57,7 +45,11 @@ class Connection:
         caller's.
         """
         if self._client is None:
-            self._client = connect(self._url, self._timeout_s)
+            tls: dict[str, Any] = {"ssl_check_hostname": True} if self._url.startswith("rediss://") else {}
+            never = Retry(NoBackoff(), 0)
+            self._client = Redis.from_url(
+                self._url, socket_timeout=None, socket_connect_timeout=self._timeout_s, retry=never, **tls
+            )
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
                 yield self._client

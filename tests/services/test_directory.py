@@ -1,4 +1,4 @@
-"""Replicas that come and go are found by DNS and by a registry in a real Redis, which is stopped and flushed."""
+"""Replicas that come and go are found by DNS and by a registry in a real Redis, which is stopped and started."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from coppice.config.sections import DirectorySettings, ServerSettings
 from coppice.config.settings import Settings
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Registry, directory, own_registries, registry_key
+from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, directory, own_registries, registry_key
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
@@ -33,171 +33,98 @@ from tests.signals import eventually
 
 __all__ = ["redis"]  # the fixture
 
-WITHIN_S = 5.0
-"""in which an addition or a loss is to be noticed"""
-
-
-@pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fifth of the usual ones."""
-    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 0.6)
-    monkeypatch.setattr("coppice.rpc.directory.POLL_S", 0.1)
-
-
-class Watcher:
-    """Every list that a directory told."""
-
-    def __init__(self) -> None:
-        self.lists: list[tuple[str, ...]] = []
-        self._news = asyncio.Event()
-
-    def changed(self, addresses: tuple[str, ...]) -> None:
-        self.lists.append(addresses)
-        self._news.set()
-
-    async def until(self, *addresses: str, within_s: float = WITHIN_S) -> None:
-        """Wait until it tells exactly these."""
-        try:
-            async with asyncio.timeout(within_s):
-                while not self.lists or self.lists[-1] != addresses:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            pytest.fail(f"{addresses} were never told; {self.lists}")
-
 
 @asynccontextmanager
-async def watching(
-    places: Sequence[str], url: str, role: str = "drafter", pool: str = "block"
-) -> AsyncIterator[Watcher]:
-    watcher = Watcher()
-    task = asyncio.create_task(directory(places, role, pool, url, "pool").run(watcher.changed))
-    yield watcher
+async def running(where: Directory) -> AsyncIterator[list[tuple[str, ...]]]:
+    """Follow a directory; gives every list that it told."""
+    told: list[tuple[str, ...]] = []
+    task = asyncio.create_task(where.run(told.append))
+    yield told
     assert not task.done()
     task.cancel()
     await asyncio.wait([task])
 
 
-class Replica:
-    """One that is registered until it leaves or crashes."""
+@without_waiting
+async def test_an_address_holds_for_a_lease_after_it_was_listed_and_while_no_list_is_to_be_had() -> None:
+    listed: list[str] | None = ["b:2", "c:3"]
 
-    def __init__(self, url: str, address: str, role: str = "drafter", pool: str = "block", lease_s: float = 0) -> None:
-        registry, self._leaving = Registry(url, role, pool), asyncio.Event()
-        registry.lease_s = lease_s or registry.lease_s
-        self._task = asyncio.create_task(registry.keep(address, self._leaving))
+    async def look() -> list[str]:
+        if listed is None:
+            raise Unavailable("is away")
+        return listed
 
-    async def leave(self) -> None:
-        self._leaving.set()
-        await asyncio.wait([self._task])
-
-    async def crash(self) -> None:
-        """Do what a killed process does: nothing any more."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-
-@asynccontextmanager
-async def registered(url: str, *addresses: str, **more: Any) -> AsyncIterator[list[Replica]]:
-    replicas = [Replica(url, address, **more) for address in addresses]
-    yield replicas
-    for replica in replicas:
-        await replica.leave()
-
-
-async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_crash(redis: LocalRedis) -> None:
-    async with AsyncExitStack() as stack:
-        seen = await stack.enter_async_context(watching(["redis"], redis.url))
-        (_, second) = await stack.enter_async_context(registered(redis.url, "a:1", "b:2"))
-        await stack.enter_async_context(registered(redis.url, "d:4", pool="other"))
-        await stack.enter_async_context(registered(redis.url, "e:5", role="verifier"))
-        junk = {"unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"}
-        client_of(redis).zadd(registry_key("drafter", "block"), junk)
-        await seen.until("a:1", "b:2")
-        (third,) = await stack.enter_async_context(registered(redis.url, "c:3"))
-        await seen.until("a:1", "b:2", "c:3")
-        await third.leave()
-        await seen.until("a:1", "b:2")
-        await second.crash()
-        await seen.until("a:1")
-
-
-async def test_a_registry_that_is_away_takes_nothing_away_and_comes_back(
-    redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease_s = 1.0
-    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", lease_s)
-    async with watching(["c:3", "redis"], redis.url) as seen, registered(redis.url, "a:1", "b:2") as (first, second):
-        await seen.until("a:1", "b:2", "c:3")
-        before = len(seen.lists)
-        redis.stop()
-        async with registered(redis.url, "d:4") as (fourth,):
-            await asyncio.sleep(1.2 * lease_s)
-            redis.start()
-            await seen.until("a:1", "b:2", "c:3", "d:4")
-            assert redis.pid is not None
-            os.kill(redis.pid, signal.SIGSTOP)
-            await asyncio.sleep(1.2 * lease_s)
-            os.kill(redis.pid, signal.SIGCONT)
-            await asyncio.sleep(lease_s / 2)
-            assert all({"a:1", "b:2", "c:3"} <= {*names} for names in seen.lists[before:])
-            await fourth.leave()
-        await first.leave()
-        await seen.until("b:2", "c:3")
-        await second.leave()  # a registry that names nobody may have been flushed
-        await asyncio.sleep(0.3)
-        assert seen.lists[-1] == ("b:2", "c:3")
-
-
-async def test_a_flush_takes_nothing_away_however_soon_some_are_back(
-    redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 3.0)
-    async with watching(["redis"], redis.url) as seen, registered(redis.url, "a:1", lease_s=0.2):
-        async with registered(redis.url, "b:2"):
-            await seen.until("a:1", "b:2")
-            known = len(seen.lists)
-            client, key = client_of(redis), registry_key("drafter", "block")
-            client.flushall()
-            assert await asyncio.to_thread(eventually, lambda: client.zscore(key, "a:1") is not None)
-            assert client.zscore(key, "b:2") is None
-            await asyncio.sleep(1.2)  # by now it is back, too
-            assert len(seen.lists) == known
-        await seen.until("a:1")
-
-
-class Names:
-    """What a resolver would answer, by host; a host that is not there does not exist."""
-
-    def __init__(self) -> None:
-        self.hosts: dict[str, list[str]] = {}
-
-    async def getaddrinfo(self, host: str, port: int, **asked: Any) -> list[Any]:
-        if host not in self.hosts:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        families = [socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in self.hosts[host]]
-        return [
-            (family, asked["type"], 6, "", (ip, port)) for family, ip in zip(families, self.hosts[host], strict=True)
-        ]
+    async with running(Directory(["a:1"], {"list": look})) as told:
+        await asyncio.sleep(POLL_S)
+        assert told == [("a:1",), ("a:1", "b:2", "c:3")]
+        for listed in (None, [], ["b:2"], None, ["b:2", "c:3"]):  # away, flushed, one is back, away, both are
+            await asyncio.sleep(5 * LEASE_S if not listed else LEASE_S / 2)
+        assert len(told) == 2
+        listed = ["b:2"]
+        await asyncio.sleep(LEASE_S / 2)
+        assert len(told) == 2
+        await asyncio.sleep(LEASE_S)
+        assert told[2:] == [("a:1", "b:2")]
 
 
 @without_waiting
 async def test_names_are_looked_up_again_and_again() -> None:
-    names = Names()
-    asyncio.get_running_loop().getaddrinfo = names.getaddrinfo  # type: ignore[method-assign]
-    async with watching(["dns:pods:70", "dns:six:80", "a:1"], "") as seen:
-        await seen.until("a:1")
-        names.hosts["pods"] = ["10.0.0.2", "10.0.0.1", "fd00::1"]  # a replica has one address of each family
-        await seen.until("10.0.0.1:70", "10.0.0.2:70", "a:1")
-        names.hosts["six"] = ["fd00::2"]
-        await seen.until("10.0.0.1:70", "10.0.0.2:70", "[fd00::2]:80", "a:1")
-        names.hosts["pods"] = ["10.0.0.3"]
-        await seen.until("10.0.0.3:70", "[fd00::2]:80", "a:1")
-        known = len(seen.lists)
-        names.hosts.clear()
-        await asyncio.sleep(0.3)
-        assert len(seen.lists) == known
-        names.hosts["pods"] = ["10.0.0.4"]
-        await seen.until("10.0.0.4:70", "[fd00::2]:80", "a:1")
+    hosts: dict[str, list[str]] = {}
+
+    async def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
+        if host not in hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        families = [socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in hosts[host]]
+        return [(family, options["type"], 6, "", (ip, port)) for family, ip in zip(families, hosts[host], strict=True)]
+
+    asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+    async with running(directory(["dns:pods:70", "dns:six:80", "a:1"], "drafter", "", "", "pool")) as told:
+        for changed, addresses in (
+            ({}, ["a:1"]),
+            # a replica has one address of each family
+            ({"pods": ["10.0.0.2", "10.0.0.1", "fd00::1"]}, ["10.0.0.1:70", "10.0.0.2:70", "a:1"]),
+            ({"six": ["fd00::2"]}, ["10.0.0.1:70", "10.0.0.2:70", "[fd00::2]:80", "a:1"]),
+            ({"pods": ["10.0.0.3"]}, ["10.0.0.3:70", "[fd00::2]:80", "a:1"]),
+            ({"pods": [], "six": []}, ["10.0.0.3:70", "[fd00::2]:80", "a:1"]),
+        ):
+            hosts |= changed
+            await asyncio.sleep(2 * LEASE_S)
+            assert told[-1] == tuple(addresses)
+
+
+async def test_replicas_register_while_they_run_also_in_a_registry_that_was_away(
+    redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 0.6)
+    monkeypatch.setattr("coppice.rpc.directory.POLL_S", 0.1)
+    leaving, where = asyncio.Event(), Registry(redis.url, "drafter", "block")
+
+    def registered(address: str, role: str = "drafter", pool: str = "block") -> asyncio.Task[None]:
+        return asyncio.create_task(Registry(redis.url, role, pool).keep(address, leaving))
+
+    async def until(*addresses: str) -> None:
+        async with asyncio.timeout(20):
+            while told[-1:] != [addresses]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    junk = {"unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"}
+    client_of(redis).zadd(registry_key("drafter", "block"), junk)
+    crashing = registered("b:2")
+    others = [registered("a:1"), registered("d:4", pool="other"), registered("e:5", "verifier")]
+    async with running(directory(["redis"], "drafter", "block", redis.url, "pool")) as told:
+        await until("a:1", "b:2")
+        crashing.cancel()
+        await until("a:1")
+        redis.stop()
+        others.append(registered("c:3"))
+        redis.start()
+        await until("a:1", "c:3")
+        leaving.set()
+        await asyncio.wait(others)
+        assert await where.look() == []
+        await asyncio.sleep(1)
+        assert told[-1] == ("a:1", "c:3")  # a registry that names nobody may have been flushed
+    await where.close()
 
 
 @pytest.mark.parametrize("place", ["", "host", "host:0", "host:65536", "http://host:1", "fd00::1:5", "dns:host"])
@@ -228,10 +155,12 @@ async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) ->
     with pytest.raises(InvalidField, match=r"is not one of drafter\.verifiers"):
         await source.follow(ref)
     followed = asyncio.create_task(source.follow(ref))
-    async with registered(redis.url, ref.verifier, role="verifier", pool=""):  # a moment after an orchestrator knew
-        (await followed).cancel()
+    leaving, registry = asyncio.Event(), Registry(redis.url, "verifier", "")
+    registered = asyncio.create_task(registry.keep(ref.verifier, leaving))  # a moment after an orchestrator knew
+    (await followed).cancel()
     following.cancel()
-    await asyncio.wait([following])
+    leaving.set()
+    await asyncio.wait([following, registered])
 
 
 async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: LocalRedis) -> None:

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from coppice.adaptation.signals import Producer, SignalMetrics
-from coppice.rpc.redis_connection import connect
+from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import find_server
 from services.adapter.inbox import Inbox
 from services.adapter.metrics import AdapterMetrics
@@ -108,8 +108,10 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     await lease.give_back()
     assert await Lease(told(redis, "coppice-adapter"), lease_s=5.0).take()
     assert (counts(registry).sent, counts(registry).dropped.total()) == (3, 0)
-    async with connect(told(redis, "coppice-sender")) as orchestrators:  # asks for no demand: it pings
-        assert await orchestrators.ping()
+    orchestrators = Connection(told(redis, "coppice-sender"))
+    async with orchestrators.exchange() as client:  # asks for no demand: it pings
+        assert await client.ping()
+    await orchestrators.close()
 
 
 @pytest.mark.parametrize(
