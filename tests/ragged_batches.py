@@ -30,23 +30,10 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
 
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.heads // self.kv.kv_heads
-
 
 def random_tree(rows: int, rng: random.Random) -> list[int]:
     """Parents of a tree whose root is row 0."""
     return [-1, *(rng.randrange(max(0, row - 9), row) for row in range(1, rows))]
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """How far each row is from the first one."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
 
 
 def filled_pool(shape: Shape, tokens: int) -> KVPool:
@@ -62,7 +49,7 @@ def filled_pool(shape: Shape, tokens: int) -> KVPool:
 
 def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: int = 0) -> Piece:
     """Rows of a tree behind `prefix` tokens, of which earlier forwards wrote the first `earlier`."""
-    depths = depths_of(parents)
+    depths = (ancestors(parents).sum(1) - 1).tolist()
     return Piece(
         table=table,
         prefix_len=prefix,
@@ -85,6 +72,14 @@ def random_batch(pool: KVPool, sizes: Sequence[tuple[int, int, int]], rng: rando
     return pack(pieces)
 
 
+def filled_inputs(batch: PackedBatch, pool: KVPool, group: int, bucket: Bucket | None = None) -> StepInputs:
+    """A batch in its own bucket, or in a larger one, of a model of `group` query heads a key head."""
+    table = RowTable.of(batch.tails)
+    inputs = StepInputs(bucket or Bucket.of(batch, table), group, pool)
+    inputs.fill(batch, table)
+    return inputs
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The rows of one forward: q (T, H, D), k (T, KVH, D), v (T, KVH, V), sinks (H,)."""
@@ -105,10 +100,7 @@ class Inputs:
 
 def attend(function: Callable[..., Tensor], batch: PackedBatch, rows: Inputs, pool: KVPool, shape: Shape) -> Tensor:
     """The rows' attention by an implementation of the kernel, padded to a bucket: (T, H, V)."""
-    table = RowTable.of(batch.tails)
-    inputs = StepInputs(Bucket.of(batch, table), shape.group, pool)
-    inputs.fill(batch, table)
-    count = len(batch.tokens)
+    inputs, count = filled_inputs(batch, pool, shape.heads // shape.kv.kv_heads), len(batch.tokens)
     padded = (
         torch.cat((part, part.new_ones(inputs.bucket.rows - count, *part.shape[1:])))
         for part in (rows.q, rows.k, rows.v)

@@ -114,31 +114,28 @@ async def test_a_guest_computes_with_its_own_threads_and_the_host_with_its_own()
     assert (host.counts, guest.counts) == ({3}, {2})
 
 
-def _play(rejoin: Rejoin, away: dict[str, list[float]]) -> float:
-    """Rounds in which every session comes back after its own times; rejoin when the last answers went out."""
-    now = 0.0
-    for round_ in range(max(map(len, away.values()))):
+@pytest.mark.parametrize(
+    ("away", "here", "until", "waits"),
+    [
+        ({"a": [0.01] * 20, "b": [0.03] * 20, "slow": [0.5] * 20}, {"a"}, 0.1, True),
+        ({"a": [0.01] * 20, "b": [0.03] * 20, "slow": [0.5] * 20}, {"a", "b"}, 0.1, False),  # slow would be too late
+        ({"a": [0.01] * 20, "b": [0.03] * 20}, {"a"}, 0.02, False),  # and so would b
+        ({"once": [*[0.02] * 4, 9.0], "other": [0.02] * 5}, {"other"}, 0.03, True),
+        ({"changed": [0.02, 0.02, 9.0, 9.0, 9.0], "other": [0.02] * 5}, {"other"}, 0.03, False),
+    ],
+)
+def test_a_batch_waits_for_those_of_the_last_one_that_are_usually_back_in_time(
+    away: dict[str, list[float]], here: set[str], until: float, waits: bool
+) -> None:
+    """Rounds in which every session comes back after its own times; three of five of these count."""
+    rejoin, now = Rejoin(), 0.0
+    for times in zip(*away.values(), strict=True):
         rejoin.answered(away, now)
-        for key, took in away.items():
-            rejoin.came(key, now + took[round_])
+        for key, took in zip(away, times, strict=True):
+            rejoin.came(key, now + took)
         now += 1.0
     rejoin.answered(away, now)
-    return now
-
-
-def test_a_batch_waits_for_those_of_the_last_one_that_are_usually_back_in_time() -> None:
-    rejoin = Rejoin()
-    now = _play(rejoin, {"a": [0.01] * 20, "b": [0.03] * 20, "slow": [0.5] * 20})
-    assert rejoin.missing({"a"}, now + 0.1)
-    assert not rejoin.missing({"a", "b"}, now + 0.1)  # slow would come too late for this batch
-    assert not rejoin.missing({"a"}, now + 0.02)  # and so would b
-
-
-def test_one_long_time_away_says_nothing_and_three_of_five_do() -> None:
-    rejoin = Rejoin()
-    now = _play(rejoin, {"once": [0.02, 0.02, 0.02, 0.02, 9.0], "changed": [0.02, 0.02, 9.0, 9.0, 9.0]})
-    assert rejoin.missing({"changed"}, now + 0.03)
-    assert not rejoin.missing({"once"}, now + 0.03)
+    assert rejoin.missing(here, now + until) == waits
 
 
 def test_a_session_without_a_past_is_waited_for_and_one_that_closed_or_was_left_out_is_not() -> None:

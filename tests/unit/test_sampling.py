@@ -13,6 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from scipy import stats
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from coppice.speculation import sampling, sampling_torch
 from coppice.speculation.sampling import (
@@ -157,33 +163,19 @@ def test_a_draw_from_a_large_vocabulary_looks_at_all_ids(close: float, monkeypat
             assert draw(ids, log_probs, params.seed, position) == draw_logits(logits, params, position) == expected
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=["greedy", *IDS])
-def test_a_draw_from_logits_is_that_from_their_row(params: SamplingParams) -> None:
-    rng = np.random.default_rng(10)
-    for case in range(10 * EFFORT):
-        logits = large_logits(rng, case)
-        assert draw_logits(logits, params, case) == draw(*decode_row(logits, params), params.seed, case)
-
-
 # The decoding operator.
 
 
 def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
     """(V,) probabilities by transformers' own chain."""
-    from transformers.generation.logits_process import (
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    scores = TemperatureLogitsWarper(params.temperature)(None, torch.from_numpy(logits)[None])
-    if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(None, scores)
-    if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(None, scores)
-    if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    scores = torch.from_numpy(logits)[None]
+    for warper, value in (
+        (TemperatureLogitsWarper, params.temperature),
+        (TopKLogitsWarper, params.top_k),
+        (TopPLogitsWarper, params.top_p if params.top_p < 1 else 0),
+        (MinPLogitsWarper, params.min_p),
+    ):
+        scores = warper(value)(None, scores) if value else scores
     probs: NDArray[np.float32] = scores.softmax(-1)[0].numpy()
     return probs
 
@@ -214,23 +206,20 @@ def test_the_decoding_operator_gives_ascending_ids_and_a_distribution(params: Sa
         assert dense((ids, log_probs), logits.size).sum() == pytest.approx(1)
 
 
-def test_a_uniform_row_keeps_the_lowest_ids_up_to_the_nucleus_mass() -> None:
-    logits = np.zeros(10, np.float32)
-    for top_p, kept in ((0.9, 9), (0.5, 5), (0.55, 6), (1e-12, 1), (1.0, 10)):
-        params = SamplingParams(temperature=1.0, top_p=top_p)
-        assert decode_row(logits, params)[0].tolist() == list(range(kept))
-
-
-def test_greedy_keeps_the_lowest_of_the_best_ids_with_certainty() -> None:
-    ids, log_probs = decode_row(np.array([0, 2, 1, 2], np.float32), SamplingParams())
-    assert (ids.tolist(), log_probs.tolist()) == ([1], [0.0])
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e300])
-def test_an_extreme_temperature_stays_a_distribution(temperature: float) -> None:
-    logits, params = np.array([1, 5, 5, 2], np.float32), SamplingParams(temperature=temperature)
-    expected = [0, 0.5, 0.5, 0] if temperature < 1 else [0.25] * 4
-    np.testing.assert_allclose(dense(decode_row(logits, params), 4), expected)
+@pytest.mark.parametrize(
+    ("logits", "params", "expected"),
+    [
+        # The lowest ids up to the nucleus mass.
+        *(([0] * 10, {"temperature": 1, "top_p": p}, [1 / n] * n) for p, n in ((0.9, 9), (0.55, 6), (1e-12, 1))),
+        ([0, 2, 1, 2], {}, [0, 1]),
+        ([1, 5, 5, 2], {"temperature": 1e-300}, [0, 0.5, 0.5]),
+        ([1, 5, 5, 2], {"temperature": 1e-40}, [0, 0.5, 0.5]),
+        ([1, 5, 5, 2], {"temperature": 1e300}, [0.25] * 4),
+    ],
+)
+def test_the_rows_of_ties_and_extremes(logits: list[float], params: dict[str, float], expected: list[float]) -> None:
+    row = decode_row(np.array(logits, np.float32), SamplingParams(**params))  # type: ignore[arg-type]
+    np.testing.assert_allclose(dense(row, len(logits)), expected + [0] * (len(logits) - len(expected)))
 
 
 @pytest.mark.parametrize("bad", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf]])
@@ -246,22 +235,12 @@ def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], tempe
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", float("nan")),
-        ("top_k", -1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("nan")),
-        ("frequency_penalty", 2.1),
-        ("presence_penalty", -2.1),
+        *(("temperature", value) for value in (-0.1, float("nan"), float("inf"))),
+        *(("top_p", value) for value in (0.0, 1.1, float("nan"))),
+        *(("top_k", -1), ("min_p", 1.1), ("frequency_penalty", 2.1), ("presence_penalty", -2.1)),
+        *(("repetition_penalty", value) for value in (0.0, float("nan"))),
         *(("logit_bias", bias) for bias in (dict.fromkeys(range(1025), 1.0), {-1: 1.0}, {1: 101.0}, {1: float("nan")})),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("top_q", 1),
+        *(("seed", -1), ("seed", 2**64), ("top_q", 1)),
     ],
 )
 def test_unusable_params_are_refused_by_name(field: str, value: Any) -> None:
@@ -280,7 +259,6 @@ def test_params_are_values_that_can_be_keys() -> None:
 def test_a_seed_is_drawn_once_unless_one_was_set() -> None:
     drawn = [SamplingParams(top_k=3).with_seed() for _ in range(9)]
     assert len({params.seed for params in drawn}) == 9
-    assert all(params.seed < 2**53 and params.top_k == 3 for params in drawn)
-    assert [params.with_seed().seed for params in drawn] == [params.seed for params in drawn]
+    assert all(params.seed < 2**53 and params.top_k == 3 and params.with_seed() == params for params in drawn)
     assert SamplingParams(seed=0).with_seed().seed == 0
     assert SamplingParams(repetition_penalty=1).with_defaults(1.3).repetition_penalty == 1

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.speculation.tree import (
-    DraftTree,
-    TreeError,
-    extend,
-    prune,
-    union,
-    validate,
-)
+from coppice.speculation.tree import DraftTree, TreeError, extend, prune, union, validate
 from tests import reference
 from tests.reference import EFFORT, random_tree, text_at
 
@@ -81,11 +74,9 @@ def test_the_empty_tree_and_the_chain_are_trees() -> None:
     assert union([empty, chain]) == chain
     assert prune(chain, 2)[0] == DraftTree.chain([3, 2], [-1.0, -2.0])
     assert chain != empty
-
-
-def test_a_negative_budget_is_refused() -> None:
+    validate(DraftTree.chain([1, 2], [1e-6, 2e-6]), VOCAB)  # rounding above zero and above the parent
     with pytest.raises(ValueError, match="budget"):
-        prune(DraftTree.empty(), -1)
+        prune(empty, -1)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -127,7 +118,3 @@ def test_nonsense_is_refused_with_its_reason_and_field(
         validate(tree, vocab_size=100)
     assert (caught.value.reason, caught.value.field) == (reason, field)
     assert str(caught.value).startswith(field)
-
-
-def test_rounding_above_zero_or_above_the_parent_is_accepted() -> None:
-    validate(DraftTree.chain([1, 2], [1e-6, 2e-6]), VOCAB)
