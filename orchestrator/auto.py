@@ -33,7 +33,7 @@ PLAIN, SINGLE = "plain", "single:"
 PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
 
 PLAIN_STEPS = 4  # that come first at every load
-LEARN = 5  # rounds that a new arm is played for, the first of which takes in the text
+LEARN = 8  # rounds that a new arm is played for, the first of which takes in the text
 RUN = 4  # rounds that an arm is played at least: the first one may have to open streams and catch up
 RETRY = 512  # rounds between two runs of drafting while the verifier hints that no node pays
 

@@ -140,12 +140,12 @@ def test_every_text_finds_the_head_that_suits_it_and_one_that_changes_is_followe
 
 def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what_it_takes() -> None:
     rates, text, chosen = Rates(), Text(("slow", "cold")), list[str]()
-    for _ in range(60):
+    for _ in range(80):
         name = rates.decide(text, None).name
         chosen.append(name)
         cold = drafting(3, 0.5 if chosen.count(name) <= 2 else 0.003)
         rates.observe(text, *{"plain": PLAIN_STEP, "single:cold": cold}.get(name, drafting(0, 0.02)))
-    assert chosen[20:].count("single:cold") > 30
+    assert chosen[40:].count("single:cold") > 30
     assert LEARN <= chosen.count("single:slow") < 3 * LEARN
 
 
