@@ -8,7 +8,6 @@ those since the last save are not lost.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,33 +16,29 @@ import structlog
 from redis.exceptions import RedisError
 
 from coppice import failpoints
-from coppice.adaptation.signals import (
-    NUMBER,
-    SENDER,
-    Fields,
-    Stream,
-    read_query,
-    read_sample,
-    redis_key,
-)
+from coppice.adaptation.signals import NUMBER, SENDER, Stream, read_query, read_sample, redis_key
 from coppice.backoff import Backoff
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.redis_connection import Connection
 
 from .loop import HeadLoop
-from .metrics import AdapterMetrics
+from .state import AdapterMetrics
 
 log = structlog.get_logger()
 
 _BATCH = 64  # entries of a stream read at a time
-_BLOCK_MS = 500
+_PAUSE_S = 0.25  # before streams are read again that had nothing
 _DEMAND_TTL_S = 10  # an adapter that is gone asks for nothing
-_EVERY_S = 2.0  # between two looks at where streams end, and before a demand is repeated
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 5.0
 _SENDERS = 256  # of a stream, whose numbers are remembered
 _LOG_EVERY = 100  # malformed records
 _BEGINNING = "0-0"  # the id before all entries
-_END = "local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1] return last and last[1] or '0-0'"
+# The id of a stream's last entry, and the next entries behind a position, if there is one.
+_READ = """
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+local batch = ARGV[1] ~= '' and redis.call('XREAD', 'COUNT', ARGV[2], 'STREAMS', KEYS[1], ARGV[1])
+return {last and last[1] or '0-0', batch and batch[1][2] or {}}
+"""
 
 
 class Inbox:
@@ -53,90 +48,78 @@ class Inbox:
         self._readers, self._metrics = readers, metrics
         self._connection = Connection(url)
         streams: tuple[Stream, ...] = ("samples", "queries")  # in this order, so that a query finds its samples
-        self._streams = {
-            redis_key(reader.name, stream).encode(): (reader, stream) for stream in streams for reader in readers
-        }
-        self._looked_at = -math.inf
-        self._refused: set[bytes] = set()  # keys, of streams and of demands
-        self._malformed = Counter[bytes]()  # records, by key
+        self._streams = {redis_key(reader.name, stream): (reader, stream) for stream in streams for reader in readers}
+        self._refused: set[str] = set()  # keys, of streams and of demands
+        self._malformed = Counter[str]()  # records, by key
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
         backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         while True:
             try:
-                await self.look()
-                await self._read()
+                pause_s = 0.0 if await self.read() else _PAUSE_S
                 backoff.succeed()
             except Unavailable as error:
                 if backoff.fresh:
                     log.warning("redis is away", why=str(error))
-                self._looked_at = -math.inf
-                await asyncio.sleep(backoff.fail())
+                pause_s = backoff.fail()
+            await asyncio.sleep(pause_s)
 
-    async def look(self) -> None:
-        """Look where the streams end, every now and then, and tell drafters which samples are wanted.
+    async def read(self) -> bool:
+        """Say what is wanted and hand on one batch of every stream; returns whether there was any.
 
         A stream is read from its end if no position is known, for what is there may have been learnt before. One that
         ends before its position was made again, or Redis lost entries: it is read anew, and what was read is known by
         its numbers. A key that Redis refuses stops no other. Raises Unavailable.
         """
-        now = asyncio.get_running_loop().time()
-        if now - self._looked_at < _EVERY_S:
-            return
-        commands: dict[bytes, tuple[Any, ...]] = {key: ("EVAL", _END, 1, key) for key in self._streams}
+        commands: dict[str, tuple[Any, ...]] = {}
         for reader in self._readers:
-            key = redis_key(reader.name, "demand").encode()
-            demand = reader.demand
+            key, demand = redis_key(reader.name, "demand"), reader.demand
             commands[key] = ("SET", key, demand, "EX", _DEMAND_TTL_S) if demand else ("DEL", key)
+        for key, (reader, stream) in self._streams.items():
+            commands[key] = ("EVAL", _READ, 1, key, reader.state.positions.get(stream, ""), _BATCH)
         async with self._connection.exchange() as client:
             pipe = client.pipeline(transaction=False)
             for command in commands.values():
                 pipe.execute_command(*command)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
-        self._looked_at = now
+        entries = 0
         for key, answer in zip(commands, answers, strict=True):
             if isinstance(answer, RedisError):
                 if key not in self._refused:
-                    log.warning("redis refuses a key", key=key.decode(), why=str(answer))
+                    log.warning("redis refuses a key", key=key, why=str(answer))
                 self._refused.add(key)
                 continue
             self._refused.discard(key)
             if key in self._streams:
-                (reader, stream), end = self._streams[key], answer.decode()
-                position = reader.state.positions.get(stream, end)
-                reader.state.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
+                end, batch = answer
+                self._take(key, end.decode(), batch)
+                entries += len(batch)
+        return entries > 0
 
-    async def _read(self) -> None:
-        """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
-        readable = self._streams.keys() - self._refused
-        after: Any = {key: self._streams[key][0].state.positions[self._streams[key][1]] for key in readable}
-        if not after:
-            await asyncio.sleep(_BLOCK_MS / 1000)
-            return
-        async with self._connection.exchange(_BLOCK_MS / 1000) as client:
-            batches: Any = dict(await client.xread(after, count=_BATCH, block=_BLOCK_MS) or ())
-        if batches:
-            failpoints.hit("adapter.read")
-        for key, (reader, stream) in self._streams.items():
-            for entry, fields in batches.get(key, ()):
-                reader.state.positions[stream] = entry.decode()
-                if self._is_new(reader.state.numbers.setdefault(stream, {}), stream, fields):
-                    self._hand_on(key, fields)
-
-    def _hand_on(self, key: bytes, fields: Fields) -> None:
+    def _take(self, key: str, end: str, batch: Sequence[Any]) -> None:
+        """Hand on a stream's entries, (id, [name, value, name, ...]) each; `end`: the id of its last one."""
         reader, stream = self._streams[key]
-        self._metrics.read.labels(reader.name, stream).inc()
-        try:
-            if stream == "queries":
-                reader.take_query(read_query(fields))
-            else:
-                reader.take_sample(read_sample(fields, *reader.widths))
-        except InvalidField as error:
-            self._metrics.malformed.labels(reader.name, stream).inc()
-            if self._malformed[key] % _LOG_EVERY == 0:
-                log.warning("a record is not what it should be", head=reader.name, stream=stream, why=str(error))
-            self._malformed[key] += 1
+        positions, numbers = reader.state.positions, reader.state.numbers.setdefault(stream, {})
+        if batch:
+            failpoints.hit("adapter.read")
+        for entry, values in batch:
+            positions[stream] = entry.decode()
+            fields = dict(zip(values[::2], values[1::2], strict=True))
+            if self._is_new(numbers, stream, fields):
+                self._metrics.read.labels(reader.name, stream).inc()
+                try:
+                    if stream == "queries":
+                        reader.take_query(read_query(fields))
+                    else:
+                        reader.take_sample(read_sample(fields, *reader.widths))
+                except InvalidField as error:
+                    self._metrics.malformed.labels(reader.name, stream).inc()
+                    if self._malformed[key] % _LOG_EVERY == 0:
+                        log.warning("a record is malformed", head=reader.name, stream=stream, why=str(error))
+                    self._malformed[key] += 1
+        if _order(positions.setdefault(stream, end)) > _order(end):
+            positions[stream] = _BEGINNING
 
     def _is_new(self, numbers: dict[str, int], stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
         """Tell whether a record was not read before, and count those missing before it.

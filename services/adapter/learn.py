@@ -66,8 +66,7 @@ class Groups:
         self._waiting: deque[Sample] = deque(maxlen=SAMPLES)
         self._ended: OrderedDict[str, int] = OrderedDict()
         self._taken = 0
-        self._learnt: dict[int, deque[Sample]] = {}
-        self._held_out: dict[int, deque[Sample]] = {}
+        self._texts: dict[int, tuple[deque[Sample], deque[Sample]]] = {}
 
     def take(self, sample: Sample) -> None:
         """Hold a sample until `claim`; one that comes after it joins its group at once."""
@@ -85,32 +84,28 @@ class Groups:
             self._ended.popitem(last=False)
         waiting, self._waiting = self._waiting, deque(maxlen=SAMPLES)
         for sample in waiting:
-            if sample.session == session:
-                self._add(group, sample)
-            else:
-                self._waiting.append(sample)
+            self.take(sample)
 
     def forget(self, group: int) -> None:
         """Empty a group."""
-        self._learnt.pop(group, None)
-        self._held_out.pop(group, None)
+        self._texts.pop(group, None)
 
     def counts(self) -> dict[int, int]:
         """Return how many texts there are to learn from, by group."""
-        return {group: len(texts) for group, texts in self._learnt.items()}
+        return {group: len(texts) for group, (texts, _) in self._texts.items()}
 
     def of(self, group: int) -> tuple[list[Sample], list[Sample]]:
         """Return the texts of a group to learn from, and those held out."""
-        return list(self._learnt.get(group, ())), list(self._held_out.get(group, ()))
+        texts, held_out = self._texts.get(group, ((), ()))
+        return list(texts), list(held_out)
 
     def _add(self, group: int, sample: Sample) -> None:
         if not group:
             self._drop("skipped")
             return
         self._taken += 1
-        held_out = self._taken % _HELD_OUT_EVERY == 0
-        texts, most = (self._held_out, _HELD_OUT) if held_out else (self._learnt, _LEARNT)
-        texts.setdefault(group, deque(maxlen=most)).append(sample)
+        texts, held_out = self._texts.setdefault(group, (deque(maxlen=_LEARNT), deque(maxlen=_HELD_OUT)))
+        (texts if self._taken % _HELD_OUT_EVERY else held_out).append(sample)
 
 
 class Interrupted(RuntimeError):

@@ -26,10 +26,9 @@ from coppice.v1 import adapter_pb2 as pb
 
 from .decide import Arm, Bandit, Verdict
 from .learn import Groups, Learner
-from .metrics import AdapterMetrics
 from .paper import Paper
 from .push import Replicas
-from .state import BadFile, Change, QueryPoint, State, Versions
+from .state import AdapterMetrics, Change, QueryPoint, State, Versions
 
 POLL_S = 1.0
 """time between two looks at the replicas"""
@@ -101,7 +100,7 @@ class HeadLoop:
             try:
                 self._live = await asyncio.to_thread(self._versions.load, number)
                 break
-            except BadFile as error:
+            except InvalidField as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
         if self._live.version != state.live:
             state.good = self._live.version
@@ -172,7 +171,10 @@ class HeadLoop:
             self._groups.forget(group)
         self._groups.claim(record.session, 0 if state.paused else group)
         if verdict := rule.settle(record, state.live, state.newest):
-            self._act(verdict)
+            if verdict.what == "good":
+                state.good = verdict.version
+            else:
+                self._work.put_nowait(partial(self._act, verdict))
         arm = self._choose(group)
         metrics.actions.labels(self.name, arm.value).inc()
         for number, count in self._groups.counts().items():
@@ -197,12 +199,6 @@ class HeadLoop:
 
     def _busy(self) -> bool:
         return not self._work.empty() or self._doing != "idle"
-
-    def _act(self, verdict: Verdict) -> None:
-        if verdict.what == "good":
-            self.state.good = verdict.version
-        else:
-            self._work.put_nowait(partial(self._revert if verdict.what == "revert" else self._reroute, verdict))
 
     # --- work ---
 
@@ -238,26 +234,24 @@ class HeadLoop:
         changed = {variant_name(variant, name): tensor for name, tensor in (stale | tensors).items()}
         await self._release(changed, arm.value, f"variant {variant} of group {group}: {why}", result.seconds)
 
-    async def _reroute(self, verdict: Verdict) -> None:
-        """Give drafters the routes that follow from a verdict."""
-        if verdict.what == "loses":
-            self._metrics.reverts.labels(self.name, "no better").inc()
+    async def _act(self, verdict: Verdict) -> None:
+        """Go back to good weights, or give drafters the routes that follow from a verdict."""
+        if verdict.what != "pays":
+            reason = "falling" if verdict.what == "revert" else "no better"
+            self._metrics.reverts.labels(self.name, reason).inc()
             self.state.reverts += 1
-        await self._release({}, verdict.what, verdict.why)
-        self.state.good = self.state.live
-
-    async def _revert(self, verdict: Verdict) -> None:
-        """Go back to good weights."""
-        log.warning("accepted length has fallen", head=self.name, why=verdict.why, good=verdict.version)
-        try:
-            await self._put_back(verdict.version, "revert", verdict.why)
-        except BadFile:
-            await self._put_back(0, "revert", verdict.why)
-        self._metrics.reverts.labels(self.name, "falling").inc()
-        self.state.reverts += 1
+        if verdict.what == "revert":
+            log.warning("accepted length has fallen", head=self.name, why=verdict.why, good=verdict.version)
+            try:
+                await self._put_back(verdict.version, "revert", verdict.why)
+            except InvalidField:
+                await self._put_back(0, "revert", verdict.why)
+        else:
+            await self._release({}, verdict.what, verdict.why)
+            self.state.good = self.state.live
 
     async def _put_back(self, back_to: int, what: str, why: str) -> int:
-        """Give every replica an earlier version's weights under a new number, which is returned. Raises BadFile."""
+        """Give every replica an earlier version's weights under a new number; returns it. Raises InvalidField."""
         earlier = await asyncio.to_thread(self._versions.load, back_to)
         weights = earlier.changed({}, self.state.next_number())
         await self._go_live(weights, what, why)
@@ -298,8 +292,8 @@ class HeadLoop:
         """
         state, replicas, live = self.state, self._replicas, self._live
         await replicas.bring()
-        state.newest = max(state.newest, replicas.newest)
-        if replicas.ahead:
+        if ahead := replicas.ahead:
+            state.newest = max(state.newest, ahead)
             renumbered = live.changed({}, state.next_number())
             await asyncio.to_thread(self._versions.save, renumbered, state.good)
             if self._live is live:  # else they have been replaced meanwhile

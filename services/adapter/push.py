@@ -29,7 +29,7 @@ from coppice.wire.drafter import (
     weights_to_wire,
 )
 
-from .metrics import AdapterMetrics
+from .state import AdapterMetrics
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ MOST_AHEAD = 3
 """Looks in a row at which a replica may be ahead of the weights that it is to use; then it counts as silent"""
 
 
-class DrafterLink:
+class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
     """One drafter that weights are pushed to; an async context manager that closes its channel."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
@@ -82,9 +82,6 @@ class DrafterLink:
     async def close(self) -> None:
         """End the channel."""
         await self._channel.close()
-
-    async def __aenter__(self) -> DrafterLink:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -138,17 +135,12 @@ class Replicas:
                 self._links[address] = DrafterLink(address, self._dialer)
 
     @property
-    def newest(self) -> int:
-        """The highest version that a replica uses; 0: none answers."""
-        return max((link.used.weights_version for link in self._links.values() if link.used), default=0)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a replica uses other weights than the live ones under their number or a higher one.
+    def ahead(self) -> int:
+        """The highest version of a replica that uses other weights under the live ones' number or a higher one, or 0.
 
         Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
         """
-        return any(map(self._is_ahead, self._links.values()))
+        return max((link.used.weights_version for link in self._links.values() if self._is_ahead(link)), default=0)  # type: ignore[union-attr]
 
     def numbers(self) -> set[int]:
         """Return the numbers that the live weights have, here and at replicas."""

@@ -32,8 +32,8 @@ from coppice.v1 import adapter_pb2 as pb
 from .inbox import Inbox
 from .learn import Learner
 from .loop import HeadLoop, OnThread
-from .metrics import AdapterMetrics
 from .push import Replicas
+from .state import AdapterMetrics
 
 log = structlog.get_logger()
 
@@ -204,7 +204,7 @@ async def _adapt(
                 await loop.start()
             inbox = Inbox(settings.adaptation.redis, loops, metrics)
             with contextlib.suppress(Unavailable):
-                await inbox.look()  # what comes from now on will be read
+                await inbox.read()  # what comes from now on will be read
             group.create_task(inbox.run())
             for loop in loops:
                 group.create_task(loop.run())

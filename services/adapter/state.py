@@ -1,4 +1,4 @@
-"""What one head's adapter remembers: one JSON file and the latest versions of the weights.
+"""What one head's adapter remembers, one JSON file and the latest versions of the weights, and what all of them count.
 
 Every file is complete or the one before: written beside its place, flushed, renamed into it.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -28,13 +30,6 @@ FILE = "state.json"
 VERSIONS = 8
 """on disk at most"""
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
-
-
-class BadFile(InvalidField):
-    """A version's file is not there, is not what was written, or is of other weights."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__("version", reason)
 
 
 def _replace(file: Path, data: bytes) -> None:
@@ -68,7 +63,7 @@ class Versions:
             self._file(number).unlink()
 
     def load(self, number: int) -> Weights:
-        """Read a version. Raises BadFile when there is none, its file is damaged, or it is of another head."""
+        """Read a version. Raises InvalidField when there is none, its file is damaged, or it is of another head."""
         if not number:
             return self.deployed
         file = self._file(number)
@@ -77,10 +72,10 @@ class Versions:
                 changed = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
                 expected = (opened.metadata() or {}).get("weights_hash")
         except (OSError, SafetensorError) as error:
-            raise BadFile(f"{file}: {error}") from None
+            raise InvalidField("version", f"{file}: {error}") from None
         weights = self.deployed.changed(changed, number)
         if weights.hash.hex() != expected:
-            raise BadFile(f"{file} is damaged or of another head")
+            raise InvalidField("version", f"{file} is damaged or of another head")
         return weights
 
     def _file(self, number: int) -> Path:
@@ -153,3 +148,34 @@ class State(BaseModel):
         """Return a number that no version had."""
         self.newest += 1
         return self.newest
+
+
+class AdapterMetrics:
+    """What the adapter counts, by head."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        named: dict[str, Any] = {"registry": self.registry, "namespace": "coppice", "subsystem": "adapter"}
+        counter: Any = partial(Counter, **named)
+        gauge: Any = partial(Gauge, **named)
+        histogram: Any = partial(Histogram, **named)
+        self.read = counter("records_read", "records read from Redis", ["head", "stream"])
+        self.malformed = counter("records_malformed", "records that are not what they should be", ["head", "stream"])
+        self.lost = counter("records_lost", "records that were sent and never read: trimmed or flushed", ["stream"])
+        self.dropped = counter("samples_dropped", "samples that taught nothing", ["head", "reason"])
+        self.actions = counter("actions", "what queries were used for", ["head", "action"])
+        self.updates = counter("updates", "updates trained", ["head", "action"])
+        self.failed = counter("updates_failed", "updates that changed nothing or were not finite", ["head", "reason"])
+        self.reverts = counter("reverts", "times the weights were taken back", ["head", "reason"])
+        self.signal = histogram("signal", "s of a query", ["head"], buckets=(0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500))
+        self.waiting = gauge("samples_waiting", "texts to learn from, by kind of text or by buffer", ["head", "group"])
+        self.active = gauge("active", "1 while it is the active adapter, 0 while it stands by")
+        self.version = gauge("version", "version that is to be in use", ["head"])
+        self.live = gauge("replica_version", "version in use", ["head", "replica"])
+        self.stale = gauge("replicas_stale", "replicas that do not use the weights they are to use", ["head"])
+        self.paused = gauge("paused", "1 while paused", ["head"])
+        seconds = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+        self.train_seconds = histogram("train_seconds", "time of an update", ["head", "action"], buckets=seconds)
+        self.sync_seconds = histogram(
+            "sync_seconds", "time of a weight sync to all replicas", ["head"], buckets=seconds
+        )

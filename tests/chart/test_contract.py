@@ -21,7 +21,7 @@ from coppice.stack.process import SERVICES
 from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import SessionMetrics
 from orchestrator.metrics import OrchestratorMetrics
-from services.adapter.metrics import AdapterMetrics
+from services.adapter.state import AdapterMetrics
 from services.verifier.__main__ import heads_beside
 from services.verifier.prefix import PrefixCacheMetrics
 from tests.chart.chart import (

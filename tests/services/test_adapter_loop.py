@@ -37,9 +37,8 @@ from coppice.wire.drafter import (
 from services.adapter import loop as head_loop
 from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Trained
 from services.adapter.loop import HeadLoop
-from services.adapter.metrics import AdapterMetrics
 from services.adapter.push import MOST_AHEAD, Replicas
-from services.adapter.state import FILE
+from services.adapter.state import FILE, AdapterMetrics
 from services.drafter.staging import Staging
 from tests.recorder import server_of
 

@@ -19,8 +19,8 @@ from coppice.adaptation.signals import Producer, SignalMetrics
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import find_server
 from services.adapter.inbox import Inbox
-from services.adapter.metrics import AdapterMetrics
 from services.adapter.service import Lease
+from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader
 from tests.signals import counts
@@ -91,7 +91,7 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     assert await lease.take()
     producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), ["a"])
     inbox = Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics())
-    await inbox.look()
+    await inbox.read()
     reading = asyncio.create_task(inbox.run())
     producer.start()
     for _ in range(3):

@@ -34,8 +34,7 @@ from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import LocalRedis, find_server
 from services.adapter.inbox import Inbox
-from services.adapter.metrics import AdapterMetrics
-from services.adapter.state import State
+from services.adapter.state import AdapterMetrics, State
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import RECORD, sample
 
@@ -275,7 +274,7 @@ async def inbox_of(redis: LocalRedis, *readers: Reader) -> AsyncIterator[Collect
     """An inbox that reads for them, and what it counts."""
     metrics = AdapterMetrics()
     inbox = Inbox(redis.url, readers, metrics)
-    await inbox.look()
+    await inbox.read()
     reading = asyncio.create_task(inbox.run())
     yield metrics.registry
     reading.cancel()

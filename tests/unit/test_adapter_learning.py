@@ -13,11 +13,12 @@ from torch import Tensor
 
 from coppice.adaptation.signals import Sample
 from coppice.adaptation.weights import Weights, variant_name
+from coppice.errors import InvalidField
 from coppice.heads.checkpoints import load_head, save_head
 from coppice.training.losses import Targets
 from services.adapter.decide import UPDATES, Arm
 from services.adapter.learn import Interrupted, Learner, Pace
-from services.adapter.state import VERSIONS, BadFile, Versions
+from services.adapter.state import VERSIONS, Versions
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
@@ -179,11 +180,11 @@ def test_damaged_versions_and_those_of_another_head_are_refused(tmp_path: Path) 
     whole = file.read_bytes()
     for damaged in (whole[:-7], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
         file.write_bytes(damaged)
-        with pytest.raises(BadFile):
+        with pytest.raises(InvalidField):
             versions.load(2)
-    with pytest.raises(BadFile):
+    with pytest.raises(InvalidField):
         versions.load(3)
     assert versions.load(1).hash == version_of(1).hash
     other = Versions(tmp_path, Weights.of({"lm_head.weight": torch.ones(2, 3), "fc.weight": torch.zeros(4)}))
-    with pytest.raises(BadFile, match="another head"):
+    with pytest.raises(InvalidField, match="another head"):
         other.load(1)
