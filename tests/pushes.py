@@ -70,6 +70,10 @@ class Push:
         """Other parts under the same header."""
         return Push(self.header, list(parts))
 
+    def of_parts(self, *numbers: int) -> Push:
+        """These parts alone."""
+        return self.with_parts([self.parts[number] for number in numbers])
+
 
 @dataclass(frozen=True)
 class Case:
@@ -129,120 +133,96 @@ def _stranger(case: Case) -> Push:
 
 
 Made = Callable[[Case], Push]
-INVALID, STALE = InvalidField, StaleFence
 
-CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
-    "truncated": (lambda case: _cut(case.good), INVALID, r"part\.data: \d+ bytes came, \d+ were announced"),
-    "truncated, announced so": (
-        lambda case: case.good.with_file(case.good.file[:-8]),
-        INVALID,
-        r"file: is no safetensors file",
-    ),
+_INVALID: dict[str, tuple[Made, str]] = {
+    "truncated": (lambda case: _cut(case.good), r"part\.data: \d+ bytes came, \d+ were announced"),
+    "truncated, announced so": (lambda case: case.good.with_file(case.good.file[:-8]), r"file: is no safetensors file"),
     "flipped bit": (
-        lambda case: Push(case.good.header, case.good.with_file(case.flipped()).parts),
-        INVALID,
+        lambda case: case.good.with_parts(case.good.with_file(case.flipped()).parts),
         r"header\.sha256: the bytes that came have",
     ),
     "flipped bit, announced so": (
         lambda case: case.good.with_file(case.flipped()),
-        INVALID,
         r"header\.weights_hash: with these tensors the weights have",
     ),
-    "missing chunk": (
-        lambda case: case.good.with_parts([case.good.parts[0], *case.good.parts[2:]]),
-        INVALID,
-        r"part\.number: 2 came; expected part 1",
-    ),
+    "missing chunk": (lambda case: case.good.of_parts(0, 2), r"part\.number: 2 came; expected part 1"),
     "missing last chunk": (
         lambda case: case.good.with_parts(case.good.parts[:-1]),
-        INVALID,
         r"part\.number: the stream ended; expected part",
     ),
-    "duplicate chunk": (
-        lambda case: case.good.with_parts([*case.good.parts[:2], *case.good.parts[1:]]),
-        INVALID,
-        r"part\.number: 1 came; expected part 2",
-    ),
+    "duplicate chunk": (lambda case: case.good.of_parts(0, 1, 1), r"part\.number: 1 came; expected part 2"),
     "duplicate last chunk": (
         lambda case: case.good.with_parts([*case.good.parts, case.good.parts[-1]]),
-        INVALID,
         r"part\.number: \d+ came; expected the end",
     ),
     "more bytes than announced": (
         lambda case: case.good.announcing(size=case.good.header.size - 1),
-        INVALID,
         r"part\.data: \d+ bytes so far are more",
     ),
-    "wrong SHA-256": (lambda case: case.good.announcing(sha256=b"\1" * 32), INVALID, r"header\.sha256"),
+    "wrong SHA-256": (lambda case: case.good.announcing(sha256=b"\1" * 32), r"header\.sha256"),
     "unknown key": (
         lambda case: case.sending({"extra.weight": torch.ones(2)}),
-        INVALID,
         r"tensors\.extra\.weight: is no tensor of this head",
     ),
     "unknown key d2t": (
         lambda case: case.sending({"d2t": torch.zeros(48, dtype=torch.int64)}),
-        INVALID,
         r"tensors\.d2t: is no tensor of this head that may be replaced",
     ),
     "missing key": (
         lambda case: case.with_matrix(None).announcing(weights_hash=case.new.hash),
-        INVALID,
         r"header\.weights_hash: .* some are missing",
     ),
     "wrong shape": (
         lambda case: case.with_matrix(case.matrix.T.contiguous()),
-        INVALID,
         rf"{_FIELD}: has shape \[(\d+), 48\], expected \[48, \1\]",
     ),
     "wrong dtype": (
         lambda case: case.with_matrix(case.matrix.bfloat16()),
-        INVALID,
         rf"{_FIELD}: is of dtype BF16, expected F32",
     ),
-    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, rf"{_FIELD}: is not finite"),
-    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, rf"{_FIELD}: is not finite"),
-    "old version": (
-        lambda case: case.good.announcing(version=case.live.version - 1),
-        STALE,
-        r"version 1 with hash .* is old; expected one above version 2",
-    ),
-    "the version in use with other weights": (
-        lambda case: case.good.announcing(version=case.live.version),
-        STALE,
-        r"version 2 with hash .* is old",
-    ),
+    "NaN": (lambda case: case.spoiled(float("nan")), rf"{_FIELD}: is not finite"),
+    "Inf": (lambda case: case.spoiled(float("-inf")), rf"{_FIELD}: is not finite"),
     "a version that nobody can have made": (
         lambda case: case.good.announcing(version=case.live.version + MAX_VERSION_STEP + 1),
-        INVALID,
         r"header\.version: .* is more than \d+ above version 2",
     ),
-    "more bytes than a head has": (lambda case: case.good.announcing(size=1 << 28), INVALID, r"header\.size"),
-    "wrong parent": (
-        lambda case: case.good.announcing(parent=1),
-        STALE,
-        r"the parent is version 1 .*; expected version 0 with hash .* or version 2 with hash",
-    ),
-    "wrong parent's hash": (
-        lambda case: case.good.announcing(parent_hash=case.first.hash),
-        STALE,
-        r"the parent is version 2 .*; expected",
-    ),
-    "another head's": (
-        lambda case: case.good.announcing(head="another"),
-        STALE,
-        r"these weights are for the head another; this drafter serves",
-    ),
-    "another head's under this one's name": (_stranger, STALE, r"the parent is version 2"),
+    "more bytes than a head has": (lambda case: case.good.announcing(size=1 << 28), r"header\.size"),
     "changes nothing": (
         lambda case: case.sending(case.live.tensors),
-        INVALID,
         r"header\.weights_hash: version 3 would change nothing",
     ),
     "changes nothing and says it does": (
         lambda case: case.sending(case.live.tensors).announcing(weights_hash=case.new.hash),
-        INVALID,
         r"header\.weights_hash: with these tensors",
     ),
+}
+_STALE: dict[str, tuple[Made, str]] = {
+    "old version": (
+        lambda case: case.good.announcing(version=case.live.version - 1),
+        r"version 1 with hash .* is old; expected one above version 2",
+    ),
+    "the version in use with other weights": (
+        lambda case: case.good.announcing(version=case.live.version),
+        r"version 2 with hash .* is old",
+    ),
+    "wrong parent": (
+        lambda case: case.good.announcing(parent=1),
+        r"the parent is version 1 .*; expected version 0 with hash .* or version 2 with hash",
+    ),
+    "wrong parent's hash": (
+        lambda case: case.good.announcing(parent_hash=case.first.hash),
+        r"the parent is version 2 .*; expected",
+    ),
+    "another head's": (
+        lambda case: case.good.announcing(head="another"),
+        r"these weights are for the head another; this drafter serves",
+    ),
+    "another head's under this one's name": (_stranger, r"the parent is version 2"),
+}
+CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
+    name: (make, error, reason)
+    for error, table in ((InvalidField, _INVALID), (StaleFence, _STALE))
+    for name, (make, reason) in table.items()
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES, Ready
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from coppice.wire.drafter import read_head
-from coppice.wire.verifier import read_target, verify_request_to_wire
+from coppice.wire.verifier import verify_request_to_wire
 from services.adapter.push import DrafterLink
 from tests.faults import talks
+from tests.faults.campaign.rig import Held, held
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
 from tests.proof import ROOT
@@ -81,12 +81,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         verifier_threads=1,
         drafter_threads=1,
         adapt=True,
-        extra={
-            "orchestrator": {
-                "orchestrator.draft_deadline_ms": 500,
-                "limits.max_new_tokens": 16,
-            },
-        },
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 500, "limits.max_new_tokens": 16}},
     )
     with Stack(spec, log_dir=folder) as running:
         yield running
@@ -138,7 +133,7 @@ class State:
 
 
 @contextlib.asynccontextmanager
-async def held(stack: Stack) -> AsyncIterator[None]:
+async def session_beside(stack: Stack) -> AsyncIterator[None]:
     """A session with features beside whatever is done meanwhile."""
     async with Dialer().open(stack.services["verifier"].address) as channel:
         call = channel.stream_stream("/coppice.v1.VerifierService/Verify")()
@@ -148,45 +143,11 @@ async def held(stack: Stack) -> AsyncIterator[None]:
         call.cancel()
 
 
-async def described(ready: Ready) -> tuple[int, int, int]:
-    """Sessions open now, ever opened less ever closed, KV tokens in use. An adapter and an orchestrator have none."""
-    async with Dialer().open(ready.address) as channel:
-        if ready.role == "verifier":
-            message = await channel.unary_unary(
-                "/coppice.v1.VerifierService/DescribeTarget",
-                response_deserializer=verifier_pb2.DescribeTargetResponse.FromString,
-            )(b"")
-            target = read_target(message)
-            return target.sessions, target.sessions_opened - target.sessions_closed, target.kv_tokens_used
-        if ready.role == "drafter":
-            message = await channel.unary_unary(
-                "/coppice.v1.DrafterService/DescribeHead",
-                response_deserializer=drafter_pb2.DescribeHeadResponse.FromString,
-            )(b"")
-            head = read_head(message)
-            return head.sessions, head.sessions_opened - head.sessions_closed, 0
-        if ready.role == "orchestrator":
-            message = await channel.unary_unary(
-                "/coppice.v1.GenerationService/DescribeModel",
-                response_deserializer=generation_pb2.DescribeModelResponse.FromString,
-            )(b"")
-            return message.running, message.running, 0
-    return 0, 0, 0
-
-
-async def eventually(told: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    for _ in range(250):
-        if await told() == wanted:
-            return
-        await asyncio.sleep(0.02)
-    assert await told() == wanted
-
-
-async def health(ready: Ready) -> int:
-    async with grpc.aio.insecure_channel(ready.health) as channel:
-        asked = health_pb2.HealthCheckRequest(service=SERVICES[ready.role])
-        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
-        return int(answer.status)
+async def lets_go(ready: Ready) -> None:
+    """Wait until a service holds nothing for its clients."""
+    async with asyncio.timeout(30):
+        while await held(ready, Dialer()) != Held(0):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def wrong(one: Outcome, allowed: set[str]) -> bool:
@@ -261,15 +222,18 @@ async def survive(
 ) -> None:
     """Fuzz a method: afterwards the service holds what it held, and the stack answers as before."""
     ready = stack.services[service]
-    async with held(stack):
+    async with session_beside(stack):
         ended = await fuzz(ready.address, DESCRIPTORS[method], say, 0, messages // 2)
         before = State.of(ready)
         ended += await fuzz(ready.address, DESCRIPTORS[method], say, messages, messages // 2)
     assert ended.keys() >= {"CANCELLED" if method == "FetchFeatures" else "OK", *expected}, ended
     assert ended["unseen"] < 0.2 * ended.total(), ended
     stack.check()
-    await eventually(lambda: described(ready), (0, 0, 0))
-    assert await health(ready) == health_pb2.HealthCheckResponse.SERVING
+    await lets_go(ready)
+    async with grpc.aio.insecure_channel(ready.health) as channel:
+        request = health_pb2.HealthCheckRequest(service=SERVICES[ready.role])
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
     after = State.of(ready)
     assert after.has_not_grown(before, MEMORY), (before, after)
     log = (Path(str(stack.log_dir)) / f"{service}.log").read_text()

@@ -309,19 +309,6 @@ async def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it
         await rig.until(lambda now: now.version > known, lambda: rig.query(known))
 
 
-async def test_a_loop_that_is_killed_leaves_drafters_that_the_next_one_takes_up(tmp_path: Path) -> None:
-    drafter, newest = Drafter(), 0
-    async with rig_of(tmp_path, [drafter], policy="always") as rig:
-        for _ in range(5):
-            await rig.until(lambda now, newest=newest: now.version > newest, rig.query)  # type: ignore[misc]
-            await rig.kill()  # nothing is saved
-            assert drafter.live.version >= newest
-            newest = drafter.live.version
-            await rig.restart()
-            status = await rig.until(all_current)
-            assert status.weights_hash == drafter.live.hash
-
-
 async def test_operators_pause_resume_and_roll_back(tmp_path: Path) -> None:
     async with rig_of(tmp_path, policy="always") as rig:
         await rig.until(lambda now: now.version >= 2, rig.query)

