@@ -1,9 +1,13 @@
-"""The heads without weights: valid trees, states that depend on the text alone, smoothed and coupled scores."""
+"""The heads without weights: valid trees, states that depend on the text alone, smoothed and coupled scores; a memory
+that is bounded, forgets by age and is apart for each salt; and predictions that are followed, also behind edits.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,36 +18,49 @@ from hypothesis import strategies as st
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Head
-from coppice.heads.ngram import EXP_EULER_GAMMA, FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Lookup, draft_scores
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.ngram import (
+    BLOCKS,
+    CHUNK,
+    EXP_EULER_GAMMA,
+    FOLLOWERS,
+    INDEXED,
+    OCCURRENCES,
+    ORDERS,
+    SALTS,
+    Bigram,
+    Lookup,
+    Memory,
+    draft_scores,
+)
 from coppice.heads.registry import build_head
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH
 from coppice.speculation.sampling import SamplingParams, noise
-from coppice.speculation.tree import DraftTree, validate
-from coppice.wire.drafter import OpenDraft
-from tests.reference import EFFORT
+from coppice.speculation.tree import DraftTree, paths, validate
+from coppice.wire.drafter import Advance, OpenDraft
+from tests.reference import EDITS, EFFORT, SHARE, edited
 
 VOCAB = 12
 GREEDY = SamplingParams()
-SAMPLED = SamplingParams(temperature=0.8, seed=5)
 KINDS = ("bigram", "lookup")
 
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
 
 
-def make_head(kind: str, **settings: object) -> Head:
+def make_head(kind: str = "lookup", **settings: object) -> Head:
     return build_head(DrafterSettings.model_validate({"kind": kind, **settings}))
 
 
-def open_session(head: Head, key: int, ids: list[int], **options: object) -> None:
-    for _ in head.open(key, OpenDraft("s", ids, GREEDY, **options)):  # type: ignore[arg-type]
-        pass
+def begin(head: Head, key: int, ids: list[int], prediction: Iterable[int] = (), **options: object) -> int:
+    """Open a session; returns in how many chunks."""
+    opening = OpenDraft("s", ids, GREEDY, prediction=tuple(prediction), **options)  # type: ignore[arg-type]
+    return sum(1 for _ in head.open(key, opening))
 
 
-def draft(head: Head, key: int, root: int, at: int, budget: int, params: SamplingParams = GREEDY) -> DraftTree:
-    (growths,) = head.draft([DraftJob(key, root, at, budget, params)])
-    (growth,) = growths
+def grown(head: Head, key: int, root: int, at: int, budget: int = 31, params: SamplingParams = GREEDY) -> Growth:
+    ((growth,),) = head.draft([DraftJob(key, root, at, budget, params)])
     assert growth.last
-    return growth.nodes
+    return growth
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,10 +77,10 @@ def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
     kind: str, ids: list[int], root: int, budget: int, temperature: float, coupled: bool, chain: bool
 ) -> None:
     head = make_head(kind, depth=5, top_k=1 if chain else 4)
-    open_session(head, 1, ids)
+    begin(head, 1, ids)
     params = SamplingParams(temperature=temperature, seed=3)
-    (growths,) = head.draft([DraftJob(1, root, len(ids), budget, params, coupled)])
-    tree = growths[0].nodes
+    ((growth,),) = head.draft([DraftJob(1, root, len(ids), budget, params, coupled)])
+    tree = growth.nodes
     validate(tree, VOCAB, max_nodes=budget, max_depth=5)
     scores = np.append(np.float32(0), tree.log_probs)
     assert (tree.log_probs <= scores[tree.parents]).all()
@@ -100,21 +117,23 @@ def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_path_is_refused_by_name(kind: str) -> None:
+def test_weights_and_q_rows_that_cannot_be_made_are_refused_by_name(kind: str) -> None:
     with pytest.raises(InvalidField, match=r"drafter\.path.*base\.json"):
         make_head(kind, path="base.json")
+    with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
+        begin(make_head(kind), 1, [1, 2, 3], want_q_rows=True)
 
 
 def suffix_matches(text: list[int]) -> dict[int, int]:
     """Every earlier place where the text's last token stands: how many tokens match, at most the last of ORDERS."""
-    found = {}
+    lengths = {}
     for at in range(len(text) - 1):
         length = 0
         while length < min(ORDERS[-1], at + 1) and text[at - length] == text[-1 - length]:
             length += 1
         if length:
-            found[at] = length
-    return found
+            lengths[at] = length
+    return lengths
 
 
 def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) - 1) -> float:
@@ -177,7 +196,7 @@ def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
     head = make_head("bigram", target=str(tmp_path), depth=5)
     ids = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
-    open_session(head, 1, ids, want_q_rows=True)
+    begin(head, 1, ids, want_q_rows=True)
     model = Bigram(VOCAB)
     model.extend(ids)
     counts = np.zeros(VOCAB)
@@ -201,9 +220,222 @@ def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed(tmp_path: Path) ->
     assert growths[0].q_rows.max(1).tolist() == [1, 1]  # greedy: all on one token
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_q_rows_that_cannot_be_made_are_refused_by_name(kind: str) -> None:
-    head = make_head(kind)
-    with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
-        open_session(head, 1, [1, 2, 3], want_q_rows=True)
+# --- the memory of a look-up head ---
+
+MANY = 1000
+
+
+def say(head: Head, text: list[int], salt: str) -> None:
+    """A session whose answer is all of a text but its beginning."""
+    begin(head, 1, text[:3], salt=salt)
+    head.advance(1, Advance(text[3:]))
     head.close(1)
+
+
+def drafted(head: Head, salt: str, prompt: list[int]) -> DraftTree:
+    """What a new session drafts behind a prompt."""
+    begin(head, 2, prompt[:-1], salt=salt)
+    tree = grown(head, 2, prompt[-1], len(prompt) - 1).nodes
+    validate(tree, MANY)
+    return tree
+
+
+def text(number: int, length: int = 20) -> list[int]:
+    """One of texts that share no token."""
+    return list(range(number * length, (number + 1) * length))
+
+
+def test_a_text_is_drafted_again_to_its_end() -> None:
+    head = make_head(memory_tokens=1000)
+    said = text(0)
+    assert len(drafted(head, "a", said[:5])) == 0
+    head.close(2)
+    say(head, said, "a")
+    tree = drafted(head, "a", said[:5])
+    assert tree.tokens.tolist() == said[5 : 5 + len(tree)]
+    assert len(tree) > 6
+    head.close(2)
+    for salt in ("b", ""):  # nobody else sees it
+        assert len(drafted(head, salt, said[:5])) == 0
+
+
+@pytest.mark.parametrize(("tokens", "kind", "salt"), [(0, "lookup", "a"), (1000, "lookup", ""), (1000, "bigram", "a")])
+def test_nothing_is_remembered_unless_it_is_wanted(tokens: int, kind: str, salt: str) -> None:
+    head = make_head(kind, memory_tokens=tokens)
+    say(head, text(0), salt)
+    assert head.remembered == 0
+    assert not set(text(0)[6:]) & set(drafted(head, salt, text(0)[:6]).tokens.tolist())
+
+
+def test_the_oldest_texts_are_forgotten_first() -> None:
+    head = make_head(memory_tokens=400)
+    for number in range(40):
+        say(head, text(number), "a")
+        assert head.remembered <= 400
+    drafts = []
+    for number in range(40):
+        drafts.append(len(drafted(head, "a", text(number)[:5])) > 0)
+        head.close(2)  # a prompt of five tokens in place of the oldest texts
+    latest = drafts.index(True)
+    assert all(drafts[latest:])
+    assert 21 < latest < 40 - 10
+
+
+def test_the_salt_that_was_used_longest_ago_is_forgotten() -> None:
+    head = make_head(memory_tokens=100)
+    for number in range(SALTS):
+        say(head, text(0), str(number))
+    full = head.remembered
+    say(head, [1, 2, 3, 4], "0")
+    say(head, text(0), "one more")
+    assert head.remembered == full + 5
+    assert len(drafted(head, "0", text(0)[:5])) > 0
+    head.close(2)
+    assert len(drafted(head, "1", text(0)[:5])) == 0
+
+
+def test_a_long_text_is_taken_in_by_chunks_and_its_end_kept() -> None:
+    head = make_head(memory_tokens=10 * CHUNK)
+    long = [n % MANY for n in range(0, 77 * 12 * CHUNK, 77)]
+    say(head, long, "a")
+    assert CHUNK < head.remembered <= 10 * CHUNK
+    assert begin(head, 2, [7, 8, 9], salt="a") >= 10
+
+
+@settings(max_examples=60 * EFFORT, deadline=None)
+@given(lengths=st.lists(st.integers(1, 90), max_size=60), most=st.integers(1, 300))
+def test_a_memory_is_bounded_in_tokens_and_parts_whatever_it_hears(lengths: list[int], most: int) -> None:
+    memory = Memory(most)
+    for length in lengths:
+        memory.add([1] * length)
+        assert memory.tokens == sum(len(block.ids) for block in memory.blocks) <= most
+        assert all(len(newer.ids) + len(older.ids) > most // BLOCKS for newer, older in pairwise(list(memory.blocks)))
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(texts=st.lists(tokens, max_size=5), ids=tokens, root=st.integers(0, 2))
+def test_a_memory_is_looked_up_as_if_it_stood_before_the_text(
+    texts: list[list[int]], ids: list[int], root: int
+) -> None:
+    memory, whole = Memory(1000), Lookup()
+    for number, earlier in enumerate(texts):
+        memory.add(earlier)
+        whole.extend([*earlier, MANY + number])
+    for _ in memory.count():
+        pass
+    model = Lookup(memory.blocks)
+    model.extend(ids)
+    whole.extend(ids)
+    state, expected = model.start(root), whole.start(root)
+
+    def following(occurrences: list[tuple[list[int], int, int]]) -> list[tuple[int, list[int]]]:
+        return [(length, text[at - length + 1 : at + 1]) for text, at, length in occurrences]
+
+    assert following(state) == following(expected)
+    assert all(0 <= token < MANY for token in model.followers(state))
+
+
+# --- predictions ---
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def words(seed: int, count: int = 400, many: int = 400) -> list[int]:
+    """A text in which some ids are much more frequent than others."""
+    rng = random.Random(seed)
+    return [min(rng.randrange(many), rng.randrange(many)) for _ in range(count)]
+
+
+class Decoded:
+    """A text decoded step by step as the orchestrator does it, the target saying just this answer."""
+
+    def __init__(self, head: Head, key: int, answer: list[int], budget: int = 31) -> None:
+        self.steps, self.accepted, self.nodes = 0, 0, list[int]()
+        self.places = list[int]()
+        at = 0  # of the root
+        while at < len(answer) - 1:
+            growth = grown(head, key, answer[at], len(PROMPT) + at, budget)
+            places = dict(zip(paths(growth.nodes), growth.predicted or [0] * len(growth.nodes), strict=True))
+            took = 0
+            while (path := tuple(answer[at + 1 : at + 2 + took])) in places and at + 1 + took < len(answer):
+                self.places.append(places[path])
+                took += 1
+            head.advance(key, Advance(answer[at : at + 1 + took]))
+            self.nodes.append(len(growth.nodes))
+            self.steps, self.accepted, at = self.steps + 1, self.accepted + took, at + 1 + took
+
+    @property
+    def tau(self) -> float:
+        return 1 + self.accepted / self.steps
+
+
+def test_a_prediction_that_fits_is_drafted_as_deep_as_the_budget() -> None:
+    head, answer = make_head(), words(1)
+    begin(head, 1, PROMPT, answer)
+    for budget in (1, 8, 31, MAX_HEAD_NODES):
+        growth = grown(head, 1, answer[0], len(PROMPT), budget)
+        assert growth.nodes.depths().max() <= MAX_TREE_DEPTH
+    decoded = Decoded(head, 1, answer)
+    assert decoded.tau > 20
+    assert [place for place in decoded.places if place] == sorted(set(decoded.places) - {0})
+    assert len(decoded.places) - decoded.places.count(0) > 0.95 * decoded.accepted
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_drafts_go_on_behind_edits(kind: str) -> None:
+    taus = []
+    for seed in range(6):
+        head, answer = make_head(), words(seed)
+        begin(head, 1, PROMPT, edited(tuple(answer), kind, random.Random(seed)))
+        taus.append(Decoded(head, 1, answer).tau)
+    assert sum(taus) / len(taus) > 1 / SHARE / 2
+
+
+def test_of_equal_matches_the_next_one_is_followed() -> None:
+    head = make_head()
+    #                    0  1   2   3   4   5   6   7   8   9  10  11  12  13
+    begin(head, 1, PROMPT, [7, 20, 21, 9, 30, 31, 32, 33, 34, 9, 40, 41, 42, 43])
+    head.advance(1, Advance([7, 20, 21, 9, 30, 31, 99]))  # the text has left the prediction behind place 6
+    growth = grown(head, 1, 9, len(PROMPT) + 7)
+    places = {place for place, parent in zip(growth.predicted, growth.nodes.parents, strict=True) if parent == 0}
+    assert 11 in places  # behind the 9 that comes next
+    assert 5 not in places  # behind the first one
+
+
+def test_a_useless_prediction_soon_promises_little() -> None:
+    head, other, answer = make_head(), words(1), words(2)
+    begin(head, 1, PROMPT, other)
+    decoded = Decoded(head, 1, answer)
+    begin(head, 2, PROMPT)
+    without = Decoded(head, 2, answer)
+    assert sum(decoded.nodes[-50:]) < sum(without.nodes[-50:]) + 50 * 3
+    assert decoded.steps <= without.steps
+
+
+@settings(max_examples=60 * EFFORT, deadline=None)
+@given(
+    prediction=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    text=st.lists(st.integers(0, 5), max_size=40),
+    root=st.integers(0, 5),
+    budget=st.integers(0, MAX_HEAD_NODES),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+)
+def test_every_tree_is_valid_and_its_places_are_of_the_prediction(
+    prediction: list[int], text: list[int], root: int, budget: int, temperature: float
+) -> None:
+    head = make_head()
+    begin(head, 1, PROMPT, prediction)
+    head.advance(1, Advance(text))
+    params = SamplingParams(temperature=temperature, seed=3)
+    growth = grown(head, 1, root, len(PROMPT) + len(text), budget, params)
+    validate(growth.nodes, 6, budget, MAX_TREE_DEPTH)
+    assert growth.predicted == grown(head, 1, root, len(PROMPT) + len(text), budget, params).predicted
+    assert len(growth.predicted) == len(growth.nodes)
+    places = (0, *growth.predicted)
+    for parent, token, place in zip(growth.nodes.parents, growth.nodes.tokens, growth.predicted, strict=True):
+        if place:
+            assert prediction[place - 1] == token
+            assert parent == 0 or places[parent] == place - 1
