@@ -28,9 +28,17 @@ from coppice.config.sections import HEADS
 from coppice.engine.engine import default_feature_layers
 from coppice.engine.modules import SIBLINGS
 from coppice.errors import InvalidField
-from coppice.heads.models.block import Eagle3Config, Eagle3Model, SpecBlockConfig, SpecBlockModel
-from coppice.heads.models.layers import HeadConfig
-from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpecConfig, MaskedBlockModel
+from coppice.heads.layers import HeadConfig
+from coppice.heads.models import (
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    Eagle3Model,
+    JetSpecConfig,
+    MaskedBlockModel,
+    SpecBlockConfig,
+    SpecBlockModel,
+)
 from coppice.machine import extension, extensions
 
 Shape = tuple[type[HeadConfig], Callable[[Any], nn.Module]]

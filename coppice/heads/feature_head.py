@@ -36,7 +36,7 @@ from coppice.engine.steps import Bucket, StepInputs, padded
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
-from coppice.heads.models.layers import Attend, DraftModel
+from coppice.heads.layers import Attend, DraftModel
 from coppice.heads.tree import BlockTree, Ranking
 from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Features

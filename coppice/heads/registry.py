@@ -23,9 +23,9 @@ _BUILDERS = MappingProxyType(
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
         "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
-        "dflash": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
-        "jetspec": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
-        "dspark": ("coppice.heads.masked_block_head", "MaskedBlockHead"),
+        "dflash": ("coppice.heads.block_head", "MaskedBlockHead"),
+        "jetspec": ("coppice.heads.block_head", "MaskedBlockHead"),
+        "dspark": ("coppice.heads.block_head", "MaskedBlockHead"),
     }
 )
 

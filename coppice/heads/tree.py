@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.models.layers import largest
+from coppice.heads.layers import largest
 from coppice.limits import MAX_TREE_NODES
 from coppice.speculation import sampling, sampling_torch
 from coppice.speculation.tree import DraftTree

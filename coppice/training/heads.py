@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, read_output, read_target, save_head, shape_of
-from coppice.heads.models.layers import HeadConfig
+from coppice.heads.layers import HeadConfig
 from coppice.training.answers import TargetAnswers
 from coppice.training.data import copy_tokenizer, held_out_batches
 from coppice.training.losses import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coppice.config.model import Expectation
 from coppice.heads.checkpoints import MASKED_KINDS
-from coppice.heads.models.masked_block import MaskedBlockModel
+from coppice.heads.models import MaskedBlockModel
 from coppice.training.answers import Answer
 
 

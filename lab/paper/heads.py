@@ -21,7 +21,7 @@ from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_head import BLOCKS, BlockHead
 from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
-from coppice.heads.models.block import BUCKETS
+from coppice.heads.models import BUCKETS
 from coppice.heads.tree import Blocks, BlockTree
 from lab.paper.models import (
     FalconConfig,

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, Layer, Rope, norm_of
+from coppice.heads.layers import Attend, DraftModel, HeadConfig, Layer, Rope, norm_of
+from coppice.heads.models import BlockConfig, BlockInput, BlockModel
 
 
 class MedusaConfig(HeadConfig):

@@ -15,7 +15,7 @@ ORDER = (
     ("coppice",),
     ("coppice/speculation", "coppice/prompts"),
     ("coppice/config", "coppice/wire"),
-    ("coppice/engine", "coppice/stack", "coppice/heads/models"),
+    ("coppice/engine", "coppice/stack"),
     ("coppice/rpc",),
     ("coppice/adaptation", "coppice/client"),
     ("coppice/heads",),

@@ -154,10 +154,10 @@ class HeadConfig(BaseModel):
             raise ValueError("partial_rotary_factor: heads turn all of a state")
         return self
 
-    def rotary(self, head_dim: int) -> Rotary:
-        """Make the rotary embedding of states of `head_dim` values."""
+    def rotary(self) -> Rotary:
+        """Make the rotary embedding of queries and keys."""
         config = LlamaConfig(
-            head_dim=head_dim,
+            head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters={"rope_theta": self.rope_theta, **self.rope},
         )
@@ -207,7 +207,7 @@ class DraftModel(nn.Module):
         config = self.config
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = config.rotary(config.head_dim)
+        self.rotary = config.rotary()
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     @property
@@ -229,13 +229,6 @@ class DraftModel(nn.Module):
     def read_behind(self, states: Tensor, previous: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Read (..., hidden) states of a slot behind (...) target ids, which only a Markov table asks for."""
         return self.read(states, slot)
-
-
-def borrow(layer: nn.Linear) -> None:
-    """Make a layer's weight somebody else's: it moves with its model, but is neither trained nor part of its state."""
-    weight = layer.weight.detach()
-    del layer.weight
-    layer.register_buffer("weight", weight, persistent=False)
 
 
 class Attention(nn.Module):
