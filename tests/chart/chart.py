@@ -13,70 +13,11 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "helm"
-CERTIFIED = ("verifier", "drafter", "orchestrator", "adapter", "operator")
 RELEASE, NAMESPACE = "coppice", "serving"
 FILES = {path.stem.removeprefix("values-"): path for path in sorted(FOLDER.glob("values-*.yaml"))}
 
-BIG = {"requests": {"cpu": 16, "memory": "64Gi"}, "limits": {"memory": "128Gi"}}
-
-# What the files do not say: another cluster's Redis, certificates and claims; the registry; heads in the verifiers'
-# processes, one of them beside a pool of its own; Ray.
-VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "given": (
-        "cluster",
-        {
-            "image": {"tag": "9.9.9", "pullSecrets": ["pull"]},
-            "target": {"hub": ""},
-            "models": {"claim": "models"},
-            "settings": {
-                "server": {"log_json": False, "grace_s": 30},
-                "telemetry": {"otlp_endpoint": "http://outside:4317"},
-            },
-            "drafters": [{"name": "mine", "kind": "specblock", "path": "/models/mine", "adapt": True}],
-            "defaults": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
-            "redis": {"enabled": False, "secret": "redis", "peers": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
-            "tls": {"secrets": {role: f"{role}-pair" for role in CERTIFIED}},
-            "adapter": {"replicas": 1, "gpu": 0, "storage": {"claim": "versions"}},
-        },
-    ),
-    "ray": (
-        "cluster",
-        {
-            "adapter": {"enabled": False},
-            "tls": {"enabled": False},
-            "orchestrator": {"tokensSecret": "", "autoscaling": {"min": 2, "max": 4, "sessions": 24}},
-            "rayService": {
-                "enabled": True,
-                "workers": [
-                    {"name": "gpu", "replicas": 4, "gpu": 4, "resources": BIG},
-                    {"name": "cpu", "replicas": 2, "gpu": 0, "resources": BIG},
-                ],
-            },
-        },
-    ),
-    "beside": (
-        "cluster",
-        {
-            "verifier": {
-                "drafters": [
-                    {
-                        "name": "eagle",
-                        "kind": "eagle3",
-                        "path": "/models/eagle",
-                        "hub": "example/eagle3",
-                        "adapt": True,
-                    },
-                    {"name": "lookup", "kind": "lookup"},
-                ],
-            },
-            "drafters": [{"name": "lookup", "kind": "lookup", "gpu": 0}],
-        },
-    ),
-    "registry": (
-        "cluster",
-        {"discovery": "redis", "adapter": {"enabled": False}, "tls": {"issuerRef": {"name": "ours"}}},
-    ),
-}
+CASES: dict[str, Any] = yaml.safe_load((ROOT / "tests/chart/cases.yaml").read_text(encoding="utf-8"))
+VARIATIONS: dict[str, dict[str, Any]] = CASES["variations"]
 ALL = (*FILES, *VARIATIONS)
 PLAIN = tuple(name for name in ALL if name != "ray")
 """Those with a Deployment for each component"""
@@ -99,8 +40,7 @@ def values_of(name: str) -> dict[str, Any]:
     """The values of a file or a variation, without the chart's own."""
     if name in FILES:
         return dict(yaml.safe_load(FILES[name].read_text(encoding="utf-8")))
-    file, more = VARIATIONS[name]
-    return dict(laid_over(values_of(file), more))
+    return dict(laid_over(values_of(VARIATIONS[name]["file"]), VARIATIONS[name]["values"]))
 
 
 def manifests(values: dict[str, Any], release: str = RELEASE) -> dict[str, str]:
@@ -140,6 +80,12 @@ def pods(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for group in cluster["workerGroupSpecs"]:
             templates[f"{name}-ray-{group['groupName']}"] = group["template"]
     return {**templates, **of_kind(found, "Pod")}
+
+
+def container_of(pod: dict[str, Any]) -> dict[str, Any]:
+    """The one container of a pod, those that come first left out."""
+    (container,) = pod["spec"]["containers"]
+    return dict(container)
 
 
 def containers(pod: dict[str, Any]) -> Iterator[dict[str, Any]]:

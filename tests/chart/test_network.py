@@ -83,41 +83,34 @@ def port_of(pod: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", PLAIN)
 def test_policies_let_exactly_the_calls_through_that_are_made(name: str) -> None:
     found = objects(name)
-    inside = set(pods(found))
-    wanted = made(found)
+    inside, calls = pods(found), made(found)
     out, into = allowed(found, "Egress"), allowed(found, "Ingress")
     both = {call for call in out & into if call[1] in inside}
-    assert both == {call for call in wanted if call[1] in inside}
-    assert {call[1] for call in wanted} - inside <= {"outside"}
-    leaving = {(caller, port) for caller, called, port in wanted if called == "outside"}
-    for name_of, pod in pods(found).items():
-        leaving |= {(name_of, 443) for each in containers(pod) if each["name"].startswith("fetch")}
+    assert both == {call for call in calls if call[1] in inside}
+    assert {call[1] for call in calls} - inside.keys() <= {"outside"}
+    leaving = {(caller, port) for caller, called, port in calls if called == "outside"}
+    for caller, pod in inside.items():
+        leaving |= {(caller, 443) for each in containers(pod) if each["name"].startswith("fetch")}
     assert {(caller, port) for caller, called, port in out if called not in inside} == leaving
 
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_no_call_is_made_that_its_callers_certificate_would_not_allow(name: str) -> None:
-    found = objects(name)
-    for caller, called, _ in made(found):
-        pod = pods(found).get(called)
+    # No call is made that its caller's certificate would not allow.
+    for caller, called, _ in calls:
+        pod = inside.get(called, {})
         served = {component(pod), *beside(pod)} & set(SERVICES) if pod else set()
         if served and served != {"orchestrator"}:
             callers = {each for role in served for names in ACCESS[SERVICES[role]].callers.values() for each in names}
-            assert callers & {component(pods(found)[caller]), *beside(pods(found)[caller])}
-    pushed = [call for call in made(found) if call[0].endswith("adapter") and call[1].endswith("verifier")]
+            assert callers & {component(inside[caller]), *beside(inside[caller])}
+    pushed = [call for call in calls if call[0].endswith("adapter") and call[1].endswith("verifier")]
     assert bool(pushed) == (name == "beside")
 
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_strangers_reach_the_orchestrator_and_prometheus_the_metrics(name: str) -> None:
-    found = objects(name)
-    into = {call for call in allowed(found, "Ingress") if call[0] not in pods(found)}
+    # Strangers reach the orchestrator, and Prometheus the metrics.
+    into = {call for call in into if call[0] not in inside}
     strangers = {call for call in into if "monitoring" not in call[0]}
     assert {(called, port) for _, called, port in strangers} == {
         ("coppice-orchestrator", port) for port in (50051, 8000)
     }
     assert {(called, port) for caller, called, port in into if "monitoring" in caller} == {
-        (each, 9090) for each, pod in pods(found).items() if component(pod) in MODULES
+        (each, 9090) for each, pod in inside.items() if component(pod) in MODULES
     }
 
 
