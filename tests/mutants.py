@@ -137,12 +137,13 @@ def _token_repeated_at_resume(patch: Patch) -> None:
 
 
 def _weights_half_swapped(patch: Patch) -> None:
-    def swap(original: Any, self: Swap) -> None:
+    def swap(original: Any, self: Swap) -> int:
         old = self._head.model
-        original(self)
+        took: int = original(self)
         names = list(self._head.model.state_dict())
         half = {name: old.state_dict()[name] for name in names[: len(names) // 2]}
         self._head.model.load_state_dict(half, strict=False, assign=True)
+        return took
 
     _changed(patch, Swap, "swap", swap)
 

@@ -144,19 +144,6 @@ def sequential_walk(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]
             return (*text, int(rng.choice(probs.size, p=probs)))
 
 
-def independent_node_rule(p: NDArray[np.float64], q: NDArray[np.float64], width: int, rng: np.random.Generator) -> int:
-    """First token of the rule printed in Tree-Based Speculative Decoding for NanoGPT, for a tree of depth 1.
-
-    The top `width` children are each tested alone with min(1, p / q); the first accepted one is the longest path. If
-    none is, the token resampled from the residual of the first is taken.
-    """
-    for token in np.argsort(-q, kind="stable")[:width]:
-        if rng.random() < min(1.0, p[token] / q[token]):
-            return int(token)
-    residual = np.maximum(p - q, 0)
-    return int(rng.choice(p.size, p=residual / residual.sum()))
-
-
 def outcome_law(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], node: int = 0) -> dict[Text, float]:
     """The exact law of (accepted tokens, next root) when every token is a sample of the target."""
     children = {int(tree.tokens[child - 1]): child for child in tree.children()[node]}

@@ -112,6 +112,20 @@ class BatchingThread(ABC):
         else:
             self._host.post(lambda: self._do(work) if self._running else None)
 
+    async def run(self, work: Callable[[], Any]) -> Any:
+        """Have something done on the thread; what it returns. Raises what it raises."""
+        outcome: asyncio.Future[Any] = self.loop.create_future()
+
+        def answer() -> None:
+            try:
+                value = work()
+            except Exception as error:
+                value = error
+            self.loop.call_soon_threadsafe(settle, outcome, value)
+
+        self.post(answer)
+        return await outcome
+
     # --- the thread ---
 
     @abstractmethod

@@ -23,8 +23,7 @@ from coppice.wire.common import FeatureRef, Features, Fence
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, TreeDelta
 from coppice.wire.verifier import Commit, fetch_to_wire, read_fed
 
-from .session import Session
-from .worker import Worker
+from .worker import Session, Worker
 
 OPEN_S, STEP_S = 20.0, 1.0  # longest wait for the features of an opening, of a step
 _MOST_CHANNELS = 64
@@ -259,7 +258,7 @@ class Following:
                         await self._news.wait()
         except TimeoutError:
             self._reason = f"not in {within_s:g} s"
-        if self._end >= end:
+        if self._end >= end > self._given:  # else the first rows that there are lie behind them
             return self._take(end)
         if isinstance(self._reason, InvalidField) and self._reason.field.startswith(("open.", "step.")):
             raise self._reason

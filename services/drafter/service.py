@@ -42,8 +42,7 @@ from coppice.wire.drafter import (
 
 from .following import Following, LocalVerifier, Verifiers
 from .samples import Samples
-from .session import Session
-from .worker import Worker
+from .worker import Session, Worker
 
 log = structlog.get_logger()
 

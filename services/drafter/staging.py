@@ -6,6 +6,7 @@ Everything in a push is untrusted. Nothing here computes with torch's threads, s
 from __future__ import annotations
 
 import hashlib
+import time
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -151,8 +152,8 @@ class Swap:
         self._routes = Routes.of(self._weights.tensors)
         self._models = head.models_of(self._weights)
 
-    def swap(self) -> None:
-        """Put them to use. Call it on the head's thread between drafts.
+    def swap(self) -> int:
+        """Put them to use, and return how long that took, nanoseconds. Call it on the head's thread between drafts.
 
         Raises StaleFence when the head's weights are no longer those that the push was checked against.
         """
@@ -162,9 +163,10 @@ class Swap:
                 f"version {weights.version} was made to replace version {self._replaces.version}; version "
                 f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
             )
-        old = head.models
+        began, old = time.perf_counter_ns(), head.models
         head.exchange(weights, self._models, self._routes)
         self._models = old
+        return time.perf_counter_ns() - began
 
     def release(self) -> None:
         """Free the old models. It takes a while: call it on another thread than the head's."""

@@ -26,7 +26,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
-from .features import Feed
+from .features import Feed, Window
 from .generation_config import repetition_penalty
 from .prefix import PrefixCache, PrefixCacheMetrics
 from .ranks import Ranks, check_devices, load
@@ -90,7 +90,7 @@ class Worker(BatchingThread):
         return Feed(
             ref,
             self.engine.info.dtype,
-            lambda feed: self._ask(partial(self._take_follow, feed)),
+            lambda feed: self.run(partial(self._take_follow, feed)),
             lambda feed: self.post(partial(self._take_unfollow, feed)),
         )
 
@@ -195,11 +195,11 @@ class Worker(BatchingThread):
         self._calls += ((Feed.put, feed, None) for feed in session.feeds)
         self._note_kv()
 
-    def _take_follow(self, feed: Feed, answer: Answer) -> None:
+    def _take_follow(self, feed: Feed) -> Window:
         session = self._by_name.get(feed.ref.session)
         if session is None:
             raise NotFound(f"no session {feed.ref.session} here")
-        self._answer(answer, session.follow(feed))
+        return session.follow(feed)
 
     def _take_unfollow(self, feed: Feed) -> None:
         session = self._by_name.get(feed.ref.session)

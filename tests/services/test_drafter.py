@@ -32,8 +32,7 @@ from coppice.wire.drafter import (
     OpenDraft,
     draft_request_to_wire,
 )
-from services.drafter.session import MAX_BACKLOG, Session
-from services.drafter.worker import Worker
+from services.drafter.worker import MAX_BACKLOG, Session, Worker
 from tests.processes import Service
 from tests.sessions import TEXT as IDS
 from tests.sessions import DrafterClient, drafter_idle, drafting, status_of

@@ -470,8 +470,3 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
             assert await stopped == 0
             assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
     assert "Traceback" not in service.log
-
-
-def test_a_target_that_is_not_there_ends_it_with_2_and_is_named(start_service: StartService) -> None:
-    with pytest.raises(RuntimeError, match=r"exit code 2\):\n[^T]*verifier\.target: .*/no/such/model"):
-        start_service("services.verifier", "--verifier.target", "/no/such/model")

@@ -14,7 +14,7 @@ from coppice import failpoints
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree, TreeError, validate
-from services.drafter.session import garbage
+from services.drafter.worker import garbage
 
 
 @pytest.fixture(autouse=True)
