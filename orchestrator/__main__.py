@@ -64,7 +64,8 @@ async def serve(settings: Settings) -> int:
     failed = asyncio.Event()
     for task in following:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
-    await feature_layers(list(heads.values()), "orchestrator.heads")
+    await asyncio.gather(*(head.look_at_all() for head in heads.values()))
+    feature_layers(list(heads.values()), "orchestrator.heads")
     async with AsyncExitStack() as stopping:
         producer = Producer(settings.adaptation.redis, SignalMetrics(metrics.registry), list(heads))
         signals = producer if settings.adaptation.redis else None

@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from coppice.adaptation.signals import QueryRecord
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc.channels import Dialer
@@ -28,6 +29,7 @@ from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
 from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
+from coppice.wire.generation import Finished
 
 from .metrics import OrchestratorMetrics
 from .outcomes import USELESS, AcceptanceWatch, Calibration, best_path, first_miss, outcomes, step_log_probs
@@ -125,18 +127,6 @@ class HeadPool(Pool[DrafterReplica]):
             weights_version=version,
         )
 
-    def cool_down(self, replica: DrafterReplica) -> None:
-        """Ask nothing of a replica for a while."""
-        if replica.cool_down():
-            self.metrics.benched.labels(self.name).inc()
-
-    async def learn(self) -> None:
-        """Find out `feature_layers` unless they are known, from the replicas that are not known to be silent."""
-        while self.feature_layers is None and (replica := self.pick()) is not None:
-            await self.look(replica)
-            if self.feature_layers is None:
-                self.cool_down(replica)
-
     @property
     def deadline_s(self) -> float:
         """How long to wait for a draft: max(20 ms, 4 x the median draft time), at most a second; 250 ms at first."""
@@ -145,12 +135,11 @@ class HeadPool(Pool[DrafterReplica]):
         return min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * statistics.median(self.draft_s)))
 
 
-async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
-    """The layers whose features these heads read together, none when no head reads any.
+def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
+    """The layers whose features these heads read together, none when no head is known to read any.
 
     Raises InvalidField naming `field` when they are more than a session may ask for.
     """
-    await asyncio.gather(*(pool.learn() for pool in pools))
     layers = tuple(dict.fromkeys(layer for pool in pools for layer in pool.feature_layers or ()))
     if len(layers) > MAX_FEATURE_LAYERS:
         named = ", ".join(f"{pool.name} {pool.feature_layers}" for pool in pools if pool.feature_layers)
@@ -197,17 +186,6 @@ NO_DRAFT = Draft()
 """the draft of a head that was not asked; nobody changes it"""
 
 
-@dataclass(slots=True)
-class Signal:
-    """What a head said of its misses in one request, and which weights drafted."""
-
-    s: float = 0.0
-    versions: set[int] = field(default_factory=set)
-    choices: set[tuple[int, int]] = field(default_factory=set)
-    """kind of text and variant of the weights; several after a move to another drafter"""
-    sketch: tuple[float, ...] = ()
-
-
 class HeadSession:
     """One request's stream to one replica of a head; re-opened after trouble.
 
@@ -219,7 +197,10 @@ class HeadSession:
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int, learns: bool) -> None:
         """`learns`: whether an adapter hears of the request."""
         self.pool, self.opening, self.vocab_size, self.learns = pool, opening, vocab_size, learns
-        self.signal = Signal()
+        self._missed_by = 0.0  # sum of what the drafter said of its misses
+        self._versions = set[int]()  # of the weights that drafted
+        self._choices = set[tuple[int, int]]()  # kind of text and variant; several after a move to another drafter
+        self._sketch: tuple[float, ...] = ()
         # What is expected of a head is measured where the target draws what its rows say, or its noise is known.
         sampling = opening.sampling
         self._is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
@@ -288,15 +269,15 @@ class HeadSession:
             self._cool_down()
 
     def _receive(self, answer: TreeDelta | DraftOpened) -> None:
-        signal, draft = self.signal, self._draft
         if isinstance(answer, DraftOpened):
             self._opened = True
-            signal.choices.add((answer.kind, answer.variant))
-            signal.sketch = answer.sketch
-            signal.versions.add(answer.weights_version)
+            self._choices.add((answer.kind, answer.variant))
+            self._versions.add(answer.weights_version)
+            self._sketch = answer.sketch
             return
-        signal.s += answer.miss or 0.0
-        signal.versions.add(answer.fence.weights_version)
+        self._missed_by += answer.miss or 0.0
+        self._versions.add(answer.fence.weights_version)
+        draft = self._draft
         if draft is None or draft.answer is None or answer.fence.step != draft.step or draft.answer.done():
             return  # late: an answer to a step that went on without it
         draft.add(answer)
@@ -348,7 +329,9 @@ class HeadSession:
 
         start: position of the first token of `offered`.
         """
-        self._rejection = own_rejection(draft.tree, start, offered) or self._rejection
+        if (miss := first_miss(draft.tree, offered)) is not None:
+            depth, node = miss
+            self._rejection = Rejection(start + depth, node, offered[depth])
 
     def learn(self, draft: Draft, offered: Sequence[int]) -> None:
         """Learn what the head's confidences are worth, from every node that the text says something about, and whether
@@ -381,6 +364,22 @@ class HeadSession:
             self._cool_down()
         return draft
 
+    def record(self, session: str, result: Finished) -> QueryRecord:
+        """What an adapter is told of an answer that has ended."""
+        kind, variant = next(iter(self._choices), (0, 0))
+        return QueryRecord(
+            session=session,
+            s=self._missed_by,
+            tau=result.tau,
+            new_tokens=result.new_tokens,
+            steps=result.steps,
+            tokens_per_s=result.new_tokens / max(1, result.timings.decode_ns) * 1e9,
+            versions=(min(self._versions, default=0), max(self._versions, default=0)),
+            kind=kind,
+            variant=variant,
+            sketch=self._sketch if len(self._choices) == 1 else (),
+        )
+
     def _refusing(self) -> list[DrafterReplica]:
         """Replicas that this session is not to ask now."""
         now = time.monotonic()
@@ -389,7 +388,8 @@ class HeadSession:
     def _cool_down(self) -> None:
         """Leave this replica, and have the pool ask it nothing for a while."""
         if self._replica is not None:
-            self.pool.cool_down(self._replica)
+            if self._replica.cool_down():
+                self.pool.metrics.benched.labels(self.pool.name).inc()
             self.close()
 
 
@@ -397,12 +397,3 @@ async def _until_none(requests: asyncio.Queue[T | None]) -> AsyncIterator[T]:
     """What is put into a queue, until None is."""
     while (request := await requests.get()) is not None:
         yield request
-
-
-def own_rejection(tree: DraftTree, start: int, offered: Sequence[int]) -> Rejection | None:
-    """Where a head's own tree left the text, whose first token stands at `start`; None when all of it was accepted."""
-    missed = first_miss(tree, offered)
-    if missed is None:
-        return None
-    depth, node = missed
-    return Rejection(start + depth, node, offered[depth])

@@ -11,7 +11,7 @@ from typing import TypeVar
 import grpc
 
 import coppice
-from coppice.adaptation.signals import Producer, QueryRecord
+from coppice.adaptation.signals import Producer
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
@@ -21,7 +21,7 @@ from coppice.speculation.policy import Policy, policy_names
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from coppice.wire.drafter import OpenDraft
-from coppice.wire.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
+from coppice.wire.generation import ChatMessage, GenerationRequest, ModelDescription, Started
 from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
 from .answer import Account, Output
@@ -161,7 +161,7 @@ class GenerationServicer:
         request, policy = self._settled(request, prompt_tokens)
         account.policy, prompt = policy.name, ids[:prompt_tokens]
         pools = [self.heads[name] for name in policy.heads]
-        layers = await feature_layers(pools if request.budget else [], "policy")
+        layers = feature_layers(pools if request.budget else [], "policy")
         kinds = {pool.kind for pool in pools}
         if request.prediction_ids and not {_PREDICTING, ""} & kinds:  # "": of one never reached
             names = ", ".join(sorted(kinds)) or "none"
@@ -178,7 +178,7 @@ class GenerationServicer:
             result.finish_reason = output.finish or result.finish_reason
             for head in heads:
                 if self.signals is not None and head.learns:
-                    self.signals.query(head.pool.name, _record(account.id, result, head))
+                    self.signals.query(head.pool.name, head.record(account.id, result))
         finally:
             verifier.close()
             steps.close()
@@ -293,21 +293,3 @@ def _started(request: GenerationRequest, policy: Policy, prompt: list[int], open
     behind = slice(len(prompt) - 1)  # of resumed ids nothing is told
     scored, top = opened.prompt_log_probs[behind], opened.prompt_top[behind]
     return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)
-
-
-def _record(session: str, result: Finished, head: HeadSession) -> QueryRecord:
-    """What an adapter is told of an answer that has ended, about one of its heads."""
-    signal = head.signal
-    kind, variant = next(iter(signal.choices), (0, 0))
-    return QueryRecord(
-        session=session,
-        s=signal.s,
-        tau=result.tau,
-        new_tokens=result.new_tokens,
-        steps=result.steps,
-        tokens_per_s=result.new_tokens / max(1, result.timings.decode_ns) * 1e9,
-        versions=(min(signal.versions, default=0), max(signal.versions, default=0)),
-        kind=kind,
-        variant=variant,
-        sketch=signal.sketch if len(signal.choices) == 1 else (),
-    )

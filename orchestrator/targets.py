@@ -143,10 +143,14 @@ class Pool(ABC, Generic[R]):
                 log.error("a replica cannot be used", pool=self.name, replica=replica.address, why=misfit)
             replica.unfit = misfit
 
+    async def look_at_all(self) -> None:
+        """Look at every replica once."""
+        await asyncio.gather(*map(self.look, self.replicas))
+
     async def watch(self) -> None:
         """Look at every replica, for ever."""
         while True:
-            await asyncio.gather(asyncio.sleep(PROBE_S), *(self.look(replica) for replica in self.replicas))
+            await asyncio.gather(asyncio.sleep(PROBE_S), self.look_at_all())
 
     @abstractmethod
     async def describe(self, replica: R) -> str:
@@ -208,7 +212,7 @@ class TargetPool(Pool[VerifierReplica]):
         """What the first replica that answers serves. Raises Unavailable."""
         until = asyncio.get_running_loop().time() + _FIRST_TARGET_S
         while self.target is None:
-            await asyncio.gather(*(self.look(replica) for replica in self.replicas))
+            await self.look_at_all()
             if self.target is None and asyncio.get_running_loop().time() > until:
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
             await asyncio.sleep(0 if self.target else _RETRY_S)

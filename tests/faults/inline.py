@@ -16,7 +16,7 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
-from orchestrator.heads import HeadPool, feature_layers
+from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
@@ -125,7 +125,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
             for name, address in drafters_at.items()
         }
         watching = [asyncio.create_task(one.watch()) for one in (pool, *pools.values())]
-        await feature_layers(list(pools.values()), "heads")
+        await asyncio.gather(*(each.look_at_all() for each in pools.values()))
         orchestrator = _Breaking(settings, description, pool, pools, None, metrics)
         orchestrator.faults = faults
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]

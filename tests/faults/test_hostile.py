@@ -231,6 +231,7 @@ class Two:
 
     async def __aenter__(self) -> Two:
         target = await self.verifiers.first_target()
+        await self.heads["head"].look_at_all()
         settings = Settings()
         settings = settings.model_copy(
             update={"orchestrator": settings.orchestrator.model_copy(update={"draft_deadline_ms": 2000.0})}

@@ -30,7 +30,7 @@ from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric, scrape
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import Chunk
-from orchestrator.heads import HeadPool, feature_layers, own_rejection
+from orchestrator.heads import HeadPool, feature_layers
 from orchestrator.metrics import OrchestratorMetrics
 from tests.followed import IDS, WINDOW, StartService, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
@@ -179,14 +179,18 @@ async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refu
         metrics, gone = OrchestratorMetrics(), SimpleNamespace(address="127.0.0.1:1")
         named = dict(zip(("one", "two", "none", "many", "gone"), (*drafters, gone), strict=True))
         pools = {name: HeadPool(name, [at.address], Dialer(), metrics, 40) for name, at in named.items()}
-        assert await feature_layers([], "policy") == ()
-        assert await feature_layers([pools["none"], pools["gone"]], "policy") == ()
-        assert await feature_layers([pools["none"], pools["two"], pools["gone"]], "policy") == (3, 2, 1)
+        await asyncio.gather(*(pool.look_at_all() for pool in pools.values()))
+        for heads, layers in {
+            (): (),
+            ("none", "gone"): (),
+            ("none", "two", "gone"): (3, 2, 1),
+            ("one", "none", "two"): (1, 2, 5, 3),
+            ("many",): MANY,
+        }.items():
+            assert feature_layers([pools[name] for name in heads], "policy") == layers
         assert (pools["gone"].feature_layers, pools["gone"].pick()) == (None, None)
-        assert await feature_layers([pools["one"], pools["none"], pools["two"]], "policy") == (1, 2, 5, 3)
-        assert await feature_layers([pools["many"]], "policy") == MANY
         with pytest.raises(InvalidField, match=r"policy: .* more than 16 layers: one \(1, 2, 5\), many \(20, 21, "):
-            await feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
+            feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
         deep = make_target(tmp_path / "deep", VOCAB, layers=40, tokenizer=False)
         flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
         verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
@@ -378,29 +382,3 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
     assert [one.position for one in seen.rejections] == wanted
     assert all((each.parent, each.target_id) == (1, truth[each.position]) for each in seen.rejections)
     assert [(one.wants_misses, one.rejections) for one in blind.seen] == [(False, [])]
-
-
-TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 3, -0.4)])  # 1 -> 3 -> 4, and 2
-
-
-@pytest.mark.parametrize(
-    ("offered", "expected"),
-    [
-        ([9], (10, 0, 9)),
-        ([1, 9], (11, 1, 9)),
-        ([1, 3, 9, 8], (12, 3, 9)),
-        ([1, 3, 4, 9], None),  # all of it was accepted
-        ([2, 9], None),  # as far as this branch goes
-        ([1, 3], None),  # the text ended inside the tree
-        ([], None),
-    ],
-)
-def test_a_head_misses_first_where_it_has_children_and_none_is_the_targets(
-    offered: list[int], expected: tuple[int, int, int] | None
-) -> None:
-    found = own_rejection(TREE, 10, offered)
-    assert (found and (found.position, found.parent, found.target_id)) == expected
-
-
-def test_an_empty_tree_misses_nothing() -> None:
-    assert own_rejection(DraftTree.empty(), 10, [1, 2]) is None

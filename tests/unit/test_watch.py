@@ -12,7 +12,8 @@ from coppice.config.model import Expectation, read_expectation
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree
 from coppice.training.losses import LEAST_TRIALS, expectation
-from orchestrator.outcomes import AcceptanceWatch, best_path
+from orchestrator.outcomes import AcceptanceWatch, best_path, first_miss
+from tests.reference import make_tree
 
 
 def test_the_best_path_ends_at_its_first_miss_and_at_its_leaf() -> None:
@@ -22,6 +23,26 @@ def test_the_best_path_ends_at_its_first_miss_and_at_its_leaf() -> None:
     assert best_path(tree, [6, 7, 8, 1]) == [True, True, True]
     assert best_path(tree, [6]) == [True]
     assert best_path(tree, []) == best_path(DraftTree.empty(), [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "miss"),
+    [
+        ([9], (0, 0)),
+        ([1, 9], (1, 1)),
+        ([1, 3, 9, 8], (2, 3)),
+        ([1, 3, 4, 9], None),  # all of it was accepted
+        ([2, 9], None),  # as far as this branch goes
+        ([1, 3], None),  # the text ended inside the tree
+        ([], None),
+    ],
+)
+def test_a_head_misses_first_where_it_has_children_and_none_is_the_targets(
+    text: list[int], miss: tuple[int, int] | None
+) -> None:
+    tree = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 3, -0.4)])  # 1 -> 3 -> 4, and 2
+    assert first_miss(tree, text) == miss
+    assert first_miss(DraftTree.empty(), text) is None
 
 
 def steps(watch: AcceptanceWatch, chances: list[float], most: int, rng: np.random.Generator) -> int:
