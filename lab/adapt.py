@@ -28,8 +28,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
-from lab.asking import GREEDY, answers_to, judged
-from lab.measuring import ReferenceProcess
+from lab.measuring import GREEDY, ReferenceProcess, asking, judged
 from lab.options import Options
 from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
 from lab.streams import StreamQuery, programs, shifted, turning
@@ -94,7 +93,7 @@ class Lane:
         measured when its stack started, and tau would differ where nothing was learnt.
         """
         with self.running():
-            self.answers += answers_to(self.client, prompts, budget=self.spec.budget, max_new_tokens=NEW_TOKENS)
+            self.answers += asking(self.client, NEW_TOKENS, budget=self.spec.budget)(prompts, GREEDY)
 
     def send(self, number: signal.Signals) -> None:
         """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,7 @@ def demo(
 
     from lab.demo import demo as run
 
-    raise typer.Exit(0 if run(Console(), json_file, target, head) else 1)
+    run(Console(), json_file, target, head)
 
 
 @app.command()
@@ -62,8 +63,8 @@ def architectures(
 @command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)
 def exact(options: Options) -> None:
     """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
-    from lab.exact import run_exact
     from lab.questions import prompt_ids
+    from lab.run import run_exact
 
     spec = options.spec()
     methods, budgets = read_methods(options.methods, spec.heads), options.budgets_asked()
@@ -75,32 +76,14 @@ def exact(options: Options) -> None:
 @command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
-    from coppice.config.sections import ADAPTED_KINDS
-    from coppice.training.progress import Progress
-    from lab.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
+    from lab.identity import SPARE, questions, run_identity, two_of_each
     from lab.questions import prompt_ids
 
-    dtype = options.dtype or "float32"
-    spec = two_of_each(replace(options, dtype=dtype).spec())
-    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:], dtype)
-    syncing = syncing if any(head.kind in ADAPTED_KINDS for head in spec.heads) else []
-    count, new_tokens = -(-options.ids // options.max_new_tokens), options.max_new_tokens
+    spec = two_of_each(replace(options, dtype=options.dtype or "float32").spec())
+    methods, count = read_methods(options.methods, spec.heads)[1:], -(-options.ids // options.max_new_tokens)
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
     with measuring("bench identity", spec, options) as bench:
-        with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
-            run = Identity(asked, new_tokens, progress.add, progress.print)
-            run.begin(bench.stack, bench.reference, count, dtype)
-            for way in ways:
-                progress.say(str(way))
-                run.run(bench.stack, way)
-            if syncing:
-                with running(
-                    replace(spec, adapt=True, extra={**spec.extra, "adapter": QUICK}), bench.report
-                ) as adapting:
-                    for way in syncing:
-                        progress.say(str(way))
-                        run.run(adapting, way)
-        run.report(bench.report, options.ids)
+        run_identity(bench, asked, count, methods)
 
 
 @command(app, *ASKED, "methods", n=4, max_new_tokens=64)
@@ -157,16 +140,16 @@ def run(options: Options) -> None:
     tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
     """
     from lab.questions import read_questions
-    from lab.run import RunPlan, methods_of, run_methods
+    from lab.run import Cell, methods_of, run_methods
 
     spec = options.spec(options.shipped_heads())
     sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
     methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
     budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
     asked, warm_up = read_questions(options, spec)
-    plan = RunPlan(methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up))
+    cells = [Cell(*each) for each in product(temperatures, budgets, sessions)]
     with measuring("bench run", spec, options) as bench:
-        run_methods(bench, plan)
+        run_methods(bench, methods, cells, asked, warm_up)
 
 
 @command(app, "what", "target", "head", "methods", "dtype", n=300)

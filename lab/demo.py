@@ -27,9 +27,8 @@ from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.redis_server import find_server
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
-from lab.asking import GREEDY, Ask, asking, judged, timed
-from lab.measuring import ReferenceProcess, clean_check, report_of
-from lab.report import HF_GENERATE, Report, exactness_checks, make_row
+from lab.measuring import GREEDY, Ask, ReferenceProcess, asking, clean_check, judged, timed
+from lab.report import HF_GENERATE, Report, make_row
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
@@ -42,10 +41,10 @@ STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 def demo(
     console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
-) -> bool:
+) -> None:
     """Start a target, by default the shipped one, in float32, stream three answers, compare the policies, stop it all.
 
-    Returns whether every check held.
+    Raises Exit with 1 if a check failed.
     """
     spec = stack_spec(
         target,
@@ -72,10 +71,7 @@ def demo(
                 heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
                 console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
     report.checks.append(clean_check(stack))
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    return report.ok
+    report.end(json_file)
 
 
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
@@ -101,7 +97,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
 def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: ReferenceProcess) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
     Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
-    report = report_of("demo", stack.spec)
+    report = Report.of("demo", stack.spec)
     asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
     methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
     ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
@@ -112,6 +108,5 @@ def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], refere
     budget = stack.settings.orchestrator.budget
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
     rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
-    report.add_methods(rows)
-    report.checks = exactness_checks(rows, report.dtype, NEW_TOKENS)
+    report.add_methods(rows, NEW_TOKENS)
     return report

@@ -23,12 +23,15 @@ import numpy as np
 
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import AsyncClient
+from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.machine import usable_cores
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
-from lab.report import Check, Report
+from coppice.training.progress import Progress
+from lab.measuring import Bench, Ids, running
+from lab.report import Check
 
 VERIFIERS = ORCHESTRATORS = 2
 MARGIN = 2e-4
@@ -50,7 +53,6 @@ _KILLED = ("drafter", "verifier", "orchestrator")
 KILL_EVERY_S = 3.0
 LEAST_HAPPENED, _HAPPENS_S = len(_KILLED), 600.0
 
-Ids = tuple[int, ...]
 Question = tuple[Ids, SamplingParams]
 Heard = Callable[[int], object]
 
@@ -92,8 +94,8 @@ def ways_of(methods: Sequence[str], dtype: str) -> tuple[list[Way], list[Way]]:
     ways = [Way("plain", None, sessions) for sessions in SESSIONS]
     ways += starmap(Way, product(methods, BUDGETS[dtype], SESSIONS))
     ways += (Way(method, during=KILLS) for method in methods)
-    syncing = [*(Way(method, during=SYNCS) for method in methods[-1:]), *(Way(one, during=BOTH) for one in methods)]
-    return ways, syncing
+    both = [Way(method, during=BOTH) for method in methods]
+    return ways, [*(Way(method, during=SYNCS) for method in methods[-1:]), *both]
 
 
 def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
@@ -186,58 +188,68 @@ async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:
             killed.append(name)
 
 
-class Identity:
-    """The questions of a run, what is expected, and the lines so far; each is shown as it ends."""
+def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: Sequence[str]) -> None:
+    """Add a line for every way to the report, shown as it ends, and checks that all are equal, long enough, and that
+    what was to happen did.
+    """
+    spec, report, new_tokens = bench.stack.spec, bench.report, bench.options.max_new_tokens
+    ways, syncing = ways_of(methods, report.dtype)
+    if not any(head.kind in ADAPTED_KINDS for head in spec.heads):
+        syncing = []
+    with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
 
-    def __init__(self, asked: Sequence[Question], new_tokens: int, heard: Heard, show: Callable[[str], object]) -> None:
-        self.asked, self.new_tokens, self.heard, self.show = list(asked), new_tokens, heard, show
-        self.expected: list[Ids] = []
-        self.lines: list[Line] = []
+        def add(line: Line) -> None:
+            report.rows.append(line)
+            times = f"{line['happened']} times" if line["happened"] else ""
+            note = f"FAILED {line['difference']}" if line["difference"] else times
+            progress.print(f"{line['sha256']}  {line['ids']} ids  {line['way']}  {note}".rstrip())
 
-    def begin(self, stack: Stack, reference: Any, count: int, dtype: str) -> None:
-        """Ask plain decoding, and keep `count` of the questions; in float32 of those that rounding does not decide."""
-        if dtype != "float32":
-            self.asked, alone = self.asked[:count], Way("plain", None, 1)
-            answers = asyncio.run(ask(stack.address, self.asked, alone, self.new_tokens, self.heard))
-            self.expected = [() if isinstance(ids, str) else ids for ids in answers]
-            return self._add(compare("plain, first", self.expected, answers))
-        answers = asyncio.run(ask(stack.address, self.asked, Way("plain"), self.new_tokens, self.heard))
-        pairs = zip(self.asked, answers, strict=True)
-        drawn = [(*pair, ids) for pair in pairs if (ids := drawn_by(reference, *pair)) is not None][:count]
-        self.asked, self.expected = [question for question, *_ in drawn], [ids for *_, ids in drawn]
-        return self._add(compare("plain, by transformers", self.expected, [ids for _, ids, _ in drawn]))
+        def run(stack: Stack, some: Sequence[Way]) -> None:
+            for way in some:
+                progress.say(str(way))
+                add(asyncio.run(repeated(stack, way, chosen, expected, new_tokens, progress.add)))
 
-    def run(self, stack: Stack, way: Way) -> None:
-        """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
-        self._add(asyncio.run(self._run(stack, way)))
+        chosen, expected, line = first(bench, asked, count, progress.add)
+        add(line)
+        run(bench.stack, ways)
+        if syncing:
+            with running(replace(spec, adapt=True, extra={**spec.extra, "adapter": QUICK}), report) as adapting:
+                run(adapting, syncing)
+    differ = [f"{line['way']}: {line['difference']}" for line in report.rows if line["difference"]]
+    report.checks.append(Check("ways that differ", len(differ), "0", not differ, "; ".join(differ[:3])))
+    least = min(line["ids"] for line in report.rows)
+    report.checks.append(Check.at_least("ids of a line", least, bench.options.ids, weak=True))
+    beside = [line for line in report.rows if line["way"].endswith(MEANWHILE)]
+    idle = [line["way"] for line in beside if line["happened"] < LEAST_HAPPENED]
+    report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, ", ".join(idle), weak=True))
 
-    async def _run(self, stack: Stack, way: Way) -> Line:
-        until = time.monotonic() + _HAPPENS_S
-        async with meanwhile(stack, way.during) as happened:
-            while True:
-                answers = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
-                line = compare(str(way), self.expected, answers, happened())
-                if (
-                    line["difference"]
-                    or not way.during
-                    or line["happened"] >= LEAST_HAPPENED
-                    or time.monotonic() > until
-                ):
-                    return line
 
-    def _add(self, line: Line) -> None:
-        self.lines.append(line)
-        times = f"{line['happened']} times" if line["happened"] else ""
-        note = f"FAILED {line['difference']}" if line["difference"] else times
-        self.show(f"{line['sha256']}  {line['ids']} ids  {line['way']}  {note}".rstrip())
+def first(bench: Bench, asked: Sequence[Question], count: int, heard: Heard) -> tuple[list[Question], list[Ids], Line]:
+    """Ask plain decoding; gives `count` of the questions, in float32 of those that rounding does not decide, what is
+    expected to each, and the line.
+    """
+    address, new_tokens = bench.stack.address, bench.options.max_new_tokens
+    if bench.report.dtype != "float32":
+        asked = asked[:count]
+        answers = asyncio.run(ask(address, asked, Way("plain", None, 1), new_tokens, heard))
+        expected = [() if isinstance(ids, str) else ids for ids in answers]
+        return list(asked), expected, compare("plain, first", expected, answers)
+    answers = asyncio.run(ask(address, asked, Way("plain"), new_tokens, heard))
+    drawn = [drawn_by(bench.reference, *pair) for pair in zip(asked, answers, strict=True)]
+    places = [at for at, ids in enumerate(drawn) if ids is not None][:count]
+    expected = [drawn[at] or () for at in places]
+    line = compare("plain, by transformers", expected, [answers[at] for at in places])
+    return [asked[at] for at in places], expected, line
 
-    def report(self, report: Report, ids: int) -> None:
-        """Add the lines, and checks that all are equal, long enough, and that what was to happen did."""
-        report.rows += self.lines
-        differ = [f"{line['way']}: {line['difference']}" for line in self.lines if line["difference"]]
-        report.checks.append(Check("ways that differ", len(differ), "0", not differ, "; ".join(differ[:3])))
-        report.checks.append(Check.at_least("ids of a line", min(line["ids"] for line in self.lines), ids, weak=True))
-        beside = [line for line in self.lines if line["way"].endswith(MEANWHILE)]
-        idle = [line["way"] for line in beside if line["happened"] < LEAST_HAPPENED]
-        note = ", ".join(idle)
-        report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, note, weak=True))
+
+async def repeated(
+    stack: Stack, way: Way, asked: Sequence[Question], expected: Sequence[Ids], new_tokens: int, heard: Heard
+) -> Line:
+    """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
+    until = time.monotonic() + _HAPPENS_S
+    async with meanwhile(stack, way.during) as happened:
+        while True:
+            line = compare(str(way), expected, await ask(stack.address, asked, way, new_tokens, heard), happened())
+            enough = not way.during or line["happened"] >= LEAST_HAPPENED or time.monotonic() > until
+            if line["difference"] or enough:
+                return line

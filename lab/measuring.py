@@ -1,28 +1,42 @@
-"""A running stack, the reference beside it, and a report that is shown and written even if it is broken off."""
+"""A running stack, the reference beside it, ways to answer the same prompts in turns, and a verdict on every answer."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
 from rich.console import Console
 
 from coppice.client.client import Client
+from coppice.client.completion import Completion
 from coppice.errors import Unavailable
+from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
+from coppice.training.progress import Progress
 from lab.options import Options
 from lab.report import Check, Report
 
+if TYPE_CHECKING:
+    from coppice.testing.reference import Verdict
+
 GRACE_S = 5.0
+K = TypeVar("K")
+Ids = tuple[int, ...]
+Asked = Sequence[tuple[Ids, SamplingParams]]
+Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]
+"""one way to answer prompts that are asked together"""
+GREEDY = SamplingParams()
 
 
 @dataclass
@@ -53,25 +67,16 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
 
     What breaks it off leaves by then measured figures printed and written all the same.
     """
-    report = report_of(command, spec)
+    report = Report.of(command, spec)
     try:
         yield report
     except (Exception, KeyboardInterrupt) as error:
-        if report.rows or report.figures:  # what was measured before is not lost
+        if report.rows or report.figures:
             report.checks.append(Check("broken off", 1, "0", False, " ".join(str(error).split())[:300]))
             with suppress(typer.Exit):
-                finish(Console(), report, options.json_file)
+                report.end(options.json_file)
         raise
-    finish(Console(), report, options.json_file)
-
-
-def finish(console: Console, report: Report, json_file: Path | None) -> None:
-    """Print a report, and write it if a file is given; exits 1 when a check failed."""
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    if not report.ok:
-        raise typer.Exit(1)
+    report.end(options.json_file)
 
 
 @contextmanager
@@ -91,10 +96,62 @@ def clean_check(stack: Stack) -> Check:
     return Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean, ", ".join(stack.unclean))
 
 
-def report_of(command: str, spec: StackSpec) -> Report:
-    """An empty report of a command that measures what a spec describes."""
-    verifier = spec.settings().verifier
-    return Report(command, verifier.dtype, verifier.threads, verifier.device)
+def asking(
+    client: Client, new_tokens: int, sessions: int = 1, **options: Any
+) -> Callable[[Sequence[str | Ids], SamplingParams], list[Completion]]:
+    """The way that asks a stack with these options of a request, so many prompts at once.
+
+    End-of-text ids are tokens like any other.
+    """
+
+    def ask(prompts: Sequence[str | Ids], sampling: SamplingParams) -> list[Completion]:
+        request = {"sampling": sampling, "max_new_tokens": new_tokens, "ignore_eos": True, **options}
+        with ThreadPoolExecutor(sessions) as pool:
+            return list(pool.map(lambda prompt: client.generate(prompt, **request), prompts))
+
+    return ask
+
+
+def in_turn(
+    ways: Mapping[K, Ask], prompts: Sequence[Ids], sampling: SamplingParams, number: int, progress: Progress
+) -> dict[K, list[Completion]]:
+    """Every way's answers to prompts that are asked together; for groups of odd numbers the last way is the first."""
+    answers = {}
+    for way in list(ways)[:: -1 if number % 2 else 1]:
+        answers[way] = ways[way](prompts, sampling)
+        progress.add(len(prompts))
+    return {way: answers[way] for way in ways}
+
+
+def timed(ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress) -> dict[K, list[Completion]]:
+    """Every way's greedy answers, one prompt at a time, in turns; the first prompt is asked before, uncounted."""
+    in_turn(ways, prompts[:1], GREEDY, 1, progress)
+    groups = [in_turn(ways, [prompt], GREEDY, number, progress) for number, prompt in enumerate(prompts)]
+    return {way: [answer for group in groups for answer in group[way]] for way in ways}
+
+
+def judged(
+    reference: Any,
+    asked: Asked,
+    answers: Mapping[K, Sequence[Completion]],
+    own: Sequence[Ids] | None = None,
+    free: Container[K] = (),
+) -> dict[K, list[Verdict]]:
+    """A verdict on every answer of every way, but for ways in `free`, which need not say what the others say.
+
+    Answers are compared with `own`, transformers' own; without these with the first way's, and those are re-scored.
+    """
+    first = next(iter(answers))
+    expected = own or [answer.ids for answer in answers[first]]
+    return {
+        way: [
+            reference.judge(prompt, answer.ids, sampling, None if own is None and way == first else ids)
+            for (prompt, sampling), answer, ids in zip(asked, its, expected, strict=True)
+        ]
+        if way not in free
+        else []
+        for way, its in answers.items()
+    }
 
 
 class ReferenceProcess:
@@ -115,7 +172,7 @@ class ReferenceProcess:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return lambda *arguments, **options: self._ask(method, arguments, options)
+        return partial(self._ask, method)
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +185,7 @@ class ReferenceProcess:
             self._process.join()
             self._pipe = None
 
-    def _ask(self, *call: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """What a method of the Reference gives. Raises Unavailable if the process ends; the next call starts one."""
         if self._pipe is None:
             self._pipe, there = multiprocessing.Pipe()
@@ -137,7 +194,7 @@ class ReferenceProcess:
             self._process.start()
             there.close()
         try:
-            self._pipe.send(call)
+            self._pipe.send((method, arguments, options))
             return self._pipe.recv()
         except (EOFError, OSError):
             self.__exit__()

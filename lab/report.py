@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import typer
 from rich.console import Console
 
 from coppice import __version__
@@ -18,11 +19,10 @@ from coppice.client.completion import Completion
 from coppice.machine import this_machine
 
 if TYPE_CHECKING:
+    from coppice.stack.spec import StackSpec
     from coppice.testing.reference import Verdict
 
 HF_GENERATE = "hf-generate"
-
-
 Row = dict[str, Any]
 """one method's figures over all its prompts, as `--json` holds them: see `make_row`"""
 
@@ -75,19 +75,25 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     """What else `--json` holds."""
 
+    @classmethod
+    def of(cls, command: str, spec: StackSpec) -> Self:
+        """An empty report of a command that measures what a spec describes."""
+        verifier = spec.settings().verifier
+        return cls(command, verifier.dtype, verifier.threads, verifier.device)
+
     @property
     def ok(self) -> bool:
         """Whether no check failed."""
         return not any(check.failed for check in self.checks)
 
-    def add_methods(self, rows: Sequence[Row]) -> None:
-        """Add a row for each method with its speedup over plain, and their table."""
+    def add_methods(self, rows: Sequence[Row], tokens_each: int) -> None:
+        """Add a row for each method with its speedup over plain, their table, and checks that they are exact."""
         speeds = {row["method"]: row["tokens_per_s"] for row in rows}
         plain, peer = speeds.get("plain"), speeds.get(HF_GENERATE)
         self.rows += [row | {"speedup": row["tokens_per_s"] / plain if plain else 0.0} for row in rows]
         lines = [
             {
-                "method": row["method"].removeprefix("single:"),
+                "method": short(row["method"]),
                 "budget": row["budget"] or None,
                 "tau": row["tau"],
                 "drafts": row["tau"] - 1,
@@ -102,6 +108,7 @@ class Report:
         ]
         title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
         self.add_table(title, lines, {"draft": ".0%", "nodes": ".1f"})
+        self.checks += exactness_checks(rows, self.dtype, tokens_each)
 
     def add_table(
         self, title: str, lines: Iterable[Mapping[Any, Any]], formats: Mapping[str, str] | None = None
@@ -116,25 +123,30 @@ class Report:
         self.figures[name] = [dict(line) for line in lines]
         self.add_table(title, lines, formats)
 
-    def to_json(self) -> dict[str, Any]:
-        """The object of `--json FILE`."""
-        return {
-            "command": self.command,
-            "version": __version__,
-            "commit": commit(),
-            "machine": machine_line(self.device),
-            "dtype": self.dtype,
-            "threads": self.threads,
-            "rows": self.rows,
-            "checks": [{key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks],
-            "ok": self.ok,
-            "figures": self.figures,
-        }
-
-    def write(self, file: Path) -> None:
-        """Write the JSON object to a file."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.to_json(), indent=1, default=asdict) + "\n", encoding="utf-8")
+    def end(self, json_file: Path | None) -> None:
+        """Print the tables, the notes and the checks, and write all to a file if one is given; exits 1 if a check
+        failed.
+        """
+        self.print(Console())
+        if json_file:
+            content = {
+                "command": self.command,
+                "version": __version__,
+                "commit": commit(),
+                "machine": machine_line(self.device),
+                "dtype": self.dtype,
+                "threads": self.threads,
+                "rows": self.rows,
+                "checks": [
+                    {key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks
+                ],
+                "ok": self.ok,
+                "figures": self.figures,
+            }
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
+        if not self.ok:
+            raise typer.Exit(1)
 
     def print(self, console: Console) -> None:
         """Print the tables, the notes and the checks."""
@@ -165,6 +177,11 @@ def table(title: str, lines: Sequence[Mapping[Any, Any]], formats: Mapping[str, 
     ]
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([title, rows[0], rule, *rows[1:], ""])
+
+
+def short(method: str) -> str:
+    """A method's name in tables: of a head alone the head's."""
+    return method.removeprefix("single:")
 
 
 def _cell(value: Any, form: str) -> str:

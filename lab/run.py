@@ -1,4 +1,5 @@
-"""`coppice bench run`: methods side by side on the same prompts, in alternating order, against transformers.
+"""`coppice bench run`: methods side by side on the same prompts, in alternating order, against transformers; and
+`coppice bench exact`, which asks each method and budget once and judges the answers.
 
 Methods are policies, heads and transformers' own ways. Each temperature, budget and number of sessions is a cell;
 methods are compared within their cell, prompt by prompt.
@@ -20,13 +21,12 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import Verdict
+from coppice.testing.reference import EPS, Verdict
 from coppice.training.progress import Progress
-from lab.asking import Ask, Asked, Ids, asking, in_turn, judged
-from lab.measuring import Bench
+from lab.measuring import Ask, Bench, Ids, asking, in_turn, judged
 from lab.options import read_methods
 from lab.questions import Question
-from lab.report import HF_GENERATE, Row, exactness_checks, make_row, verdicts_of
+from lab.report import HF_GENERATE, Report, Row, exactness_checks, make_row, short, verdicts_of
 from lab.steps import costs, parts_of
 
 HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
@@ -169,82 +169,76 @@ class Pairs:
         }
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """What is compared: every method answers each question once in a cell."""
+def run_methods(
+    bench: Bench,
+    methods: Sequence[str],
+    cells: Sequence[Cell],
+    questions: Sequence[Question],
+    warm_up: Sequence[Question] = (),
+) -> None:
+    """Measure every cell; the report gets rows, tables and checks, also when it is broken off.
 
-    methods: tuple[str, ...]
-    budgets: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    sessions: tuple[int, ...]
-    """prompts answered at once"""
-    new_tokens: int
-    questions: tuple[Question, ...]
-    warm_up: tuple[Question, ...] = ()
-    """answered by every method before each cell and not counted: `auto`, calibrations and adapters learn from them"""
-
-
-def run_methods(bench: Bench, plan: RunPlan) -> None:
-    """Measure every cell; the report gets rows, tables and checks, also when it is broken off."""
+    Every method answers the warm-up before each cell, uncounted: `auto`, calibrations and adapters learn from it.
+    """
     report = bench.report
-    if plan.warm_up:
-        report.figures["warm_up"] = len(plan.warm_up)
-    cells = [Cell(*each) for each in product(plan.temperatures, plan.budgets, plan.sessions)]
-    turns = sum(1 + len(question.later) for question in (*plan.questions, *plan.warm_up))
-    ways = [[method for method in plan.methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
+    if warm_up:
+        report.figures["warm_up"] = len(warm_up)
+    turns = sum(1 + len(question.later) for question in (*questions, *warm_up))
+    ways = [[method for method in methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
     rows: list[dict[str, Any]] = []
     try:
         with Progress("answers", sum(map(len, ways)) * turns) as progress:
-            for cell, methods in zip(cells, ways, strict=True):
-                pairs, verdicts = measure(bench, plan, cell, methods, progress)
-                rows += [pairs.row(method, verdicts[method]) for method in methods]
+            for cell, names in zip(cells, ways, strict=True):
+                pairs, verdicts = measure(bench, cell, names, questions, warm_up, progress)
+                rows += [pairs.row(method, verdicts[method]) for method in names]
     finally:  # a later failure takes away nothing that was measured
         report.rows += rows
         add_tables(report, rows)
-        report.checks += exactness_checks(
-            [row for row in rows if row["method"] not in PEERS], report.dtype, plan.new_tokens
-        )
+        ours = [row for row in rows if row["method"] not in PEERS]
+        report.checks += exactness_checks(ours, report.dtype, bench.options.max_new_tokens)
 
 
 def measure(
-    bench: Bench, plan: RunPlan, cell: Cell, methods: Sequence[str], progress: Progress
+    bench: Bench,
+    cell: Cell,
+    methods: Sequence[str],
+    questions: Sequence[Question],
+    warm_up: Sequence[Question],
+    progress: Progress,
 ) -> tuple[Pairs, dict[str, list[Verdict]]]:
     """All answers of a cell, and the verdicts of those that are judged."""
-    sampling = SamplingParams(temperature=cell.temperature, seed=SEED)
+    sampling, new_tokens = SamplingParams(temperature=cell.temperature, seed=SEED), bench.options.max_new_tokens
     progress.say(f"{cell}: warming up")
-    first = [question.ids for question in plan.warm_up or plan.questions]
+    first = [question.ids for question in warm_up or questions]
     assistant = next((head.path for head in bench.stack.spec.heads if head.kind == "lm"), None)
     ways: dict[str, Ask] = {}
     for method in methods:
         if method in PEERS:
             folder = assistant if method == HF_ASSISTED else None
-            ways[method] = peer(bench.reference, method, folder, first[:TUNING_PROMPTS], plan.new_tokens, sampling)
+            ways[method] = peer(bench.reference, method, folder, first[:TUNING_PROMPTS], new_tokens, sampling)
         else:
-            ways[method] = asking(bench.client, plan.new_tokens, cell.sessions, policy=method, budget=cell.budget)
+            ways[method] = asking(bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
         ways[method](first[: cell.sessions], sampling)
-    for _ in turns_of(bench, cell, ways, plan.warm_up, progress):
+    for _ in turns_of(bench, cell, ways, warm_up, progress):
         pass
     progress.say(str(cell))
-    questions: list[Question] = []
+    reached: list[Question] = []
     asked: list[tuple[Ids, SamplingParams]] = []
     answers: dict[str, list[Completion]] = {method: [] for method in methods}
-    for group, seeded, answered in turns_of(bench, cell, ways, plan.questions, progress):
-        questions += group
+    for group, seeded, answered in turns_of(bench, cell, ways, questions, progress):
+        reached += group
         asked += [(question.ids, seeded) for question in group]
         for method in methods:
             answers[method] += answered[method]
     progress.say(f"{cell}: judging")
-    own = _own(bench.reference, plan.new_tokens, asked, answers) if cell.temperature == 0 else None
+    own = None
+    if cell.temperature == 0 and HF_GENERATE in answers:
+        own = [answer.ids for answer in answers[HF_GENERATE]]
+    elif cell.temperature == 0:
+        greedy = {ids: bench.reference.greedy(ids, new_tokens).ids for ids in dict.fromkeys(ids for ids, _ in asked)}
+        own = [greedy[ids] for ids, _ in asked]
     free = (HF_GENERATE,) if own else PEERS  # sampled answers of peers have other draws
-    return Pairs(cell, answers, questions), judged(bench.reference, asked, answers, own, free)
-
-
-def _own(reference: Any, new_tokens: int, asked: Asked, answers: Mapping[str, Sequence[Completion]]) -> list[Ids]:
-    """transformers' greedy answers, each made once."""
-    if HF_GENERATE in answers:
-        return [answer.ids for answer in answers[HF_GENERATE]]
-    own = {ids: reference.greedy(ids, new_tokens).ids for ids in dict.fromkeys(ids for ids, _ in asked)}
-    return [own[ids] for ids, _ in asked]
+    return Pairs(cell, answers, reached), judged(bench.reference, asked, answers, own, free)
 
 
 def peer(
@@ -289,7 +283,42 @@ def turns_of(
             group = [following[each % len(following)] for each in range(cell.sessions)] if following else []
 
 
-def add_tables(report: Any, rows: Sequence[dict[str, Any]]) -> None:
+EXACT_SESSIONS = 8
+
+
+def run_exact(
+    bench: Bench,
+    prompts: Sequence[Ids],
+    methods: Sequence[str],
+    budgets: Sequence[int],
+    temperatures: Sequence[float],
+) -> None:
+    """Add a row for each method, budget and temperature to the report, plain decoding first."""
+    new_tokens, rows = bench.options.max_new_tokens, list[Row]()
+    ways = {("plain", 0): asking(bench.client, new_tokens, EXACT_SESSIONS, policy="plain")}
+    for method, budget in product(methods[1:], budgets):
+        ways[method, budget] = asking(bench.client, new_tokens, EXACT_SESSIONS, policy=method, budget=budget)
+    with Progress("answers", (len(ways) * len(temperatures) + temperatures.count(0)) * len(prompts)) as progress:
+        for temperature in temperatures:
+            progress.say(f"T={temperature:g}")
+            sampling = SamplingParams(temperature=temperature, seed=SEED)
+            greedy: list[Ids] = []
+            for ids in prompts if temperature == 0 else ():
+                greedy.append(bench.reference.greedy(ids, new_tokens).ids)
+                progress.add()
+            answers = in_turn(ways, prompts, sampling, 0, progress)
+            progress.say(f"T={temperature:g}, judging")
+            verdicts = judged(bench.reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
+            rows += [
+                make_row(f"{way[0]} T={temperature:g}", its, verdicts[way], way[1], EXACT_SESSIONS)
+                for way, its in answers.items()
+            ]
+    bench.report.add_methods(rows, new_tokens)
+    note = f"a tie is a token within {EPS:g} of the row's best, in logits at T = 1; in float32 ties fail"
+    bench.report.notes.append(note)
+
+
+def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
     """For each cell speed, sets of answers and parts of a step; then alpha by depth, and more sessions if there are."""
     cells: dict[Cell, list[dict[str, Any]]] = {}
     for row in rows:
@@ -300,30 +329,26 @@ def add_tables(report: Any, rows: Sequence[dict[str, Any]]) -> None:
         if len(its[0]["figures"]) > 1:
             title = f"{cell}: x plain, its median pair / tau / draft share by set of answers"
             report.add_table(title, map(_sets, its))
-        steps = [{"method": _name(row), "draft share": row["draft_share"], **row["parts_ms"]} for row in its]
+        steps = [{"method": short(row["method"]), "draft share": row["draft_share"], **row["parts_ms"]} for row in its]
         ours = [line for line in steps if len(line) > 2]
         report.add_table(f"{cell}: a mean step's milliseconds", ours, {"draft share": ".0%"})
         drafted = [row for row in its if row["accepted"]]
-        alphas = [{"method": _name(row), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
+        alphas = [{"method": short(row["method"]), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
         if alphas:
             report.add_table(f"{cell}: alpha by depth of the verified tree", alphas)
     if len({cell.sessions for cell in cells}) > 1:
         lines: dict[str, dict[str, Any]] = {}
         for row in rows:
-            name = f"{_name(row)}, T={row['temperature']:g}, budget {row['cell_budget']}"
+            name = f"{short(row['method'])}, T={row['temperature']:g}, budget {row['cell_budget']}"
             value = f"{row['tokens_per_s']:.1f} ({row['answer_ms']:.0f})"
             lines.setdefault(name, {"method": name})[f"{row['sessions']} sessions"] = value
         report.add_table("tokens/s (ms an answer) by sessions", lines.values())
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    return str(row["method"]).removeprefix("single:")
-
-
 def _speed(row: Row) -> dict[str, Any]:
     every = row["figures"][ALL]
     return {
-        "method": _name(row),
+        "method": short(row["method"]),
         "tau": row["tau"],
         "drafts": row["tau"] - 1,
         "tokens/s": row["tokens_per_s"],
@@ -335,7 +360,7 @@ def _speed(row: Row) -> dict[str, Any]:
 
 def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of SpecBlock's table 1, for the benchmarks at hand and for all answers."""
-    line = {"method": _name(row)}
+    line = {"method": short(row["method"])}
     for name, figures in row["figures"].items():
         ratio: Ratio | None = figures["over_plain"]
         speedup = f"{ratio.value:.2f}, {ratio.median:.2f}" if ratio else "-"

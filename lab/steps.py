@@ -19,8 +19,7 @@ from typing import Any
 from coppice.client.completion import Completion
 from coppice.stack.spec import StackSpec
 from coppice.training.progress import Progress
-from lab.asking import Ids, asking, timed
-from lab.measuring import Bench
+from lab.measuring import Bench, Ids, asking, timed
 from lab.report import Report
 
 MIDDLE = 0.1

@@ -34,9 +34,8 @@ from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.progress import Progress
 from coppice.training.trainer import replacing
-from lab.asking import GREEDY, asking, timed
 from lab.bare import Bare
-from lab.measuring import running
+from lab.measuring import GREEDY, asking, running, timed
 from lab.report import Report, make_row
 from lab.steps import costs, parts_of
 

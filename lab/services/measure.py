@@ -18,8 +18,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.progress import Progress
-from lab.asking import Ids, asking
-from lab.measuring import Bench
+from lab.measuring import Bench, Ids, asking
 from lab.report import Check
 from lab.services.asleep import Asleep
 

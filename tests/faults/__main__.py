@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from coppice.stack.spec import StackSpec
-from lab.measuring import clean_check, finish, report_of
+from lab.measuring import clean_check
 from lab.options import JsonFile, Options
 from lab.report import Report, table
 from tests.certificates import Authority
@@ -74,12 +74,12 @@ def faults(
         plan = Plan(repeat=repeat, tls=Authority(folder / "certificates") if tls else None)
         if plan.tls:
             os.environ["COPPICE_TLS__CA"] = str(plan.tls.folder / "ca.pem")  # clients need no certificate
-        report, scenarios = report_of("faults", spec), choose(kinds or [])
+        report, scenarios = Report.of("faults", spec), choose(kinds or [])
         adapting = replace(spec, adapt=True, extra={"adapter": {**QUICK, "adapter.folder": folder / "adapter"}})
         for stack_spec in (spec, adapting):
             if chosen := [scenario for scenario in scenarios if scenario.adapts == stack_spec.adapt]:
                 campaign(stack_spec, chosen, plan, report, console.print)
-    finish(console, report, json_file)
+    report.end(json_file)
 
 
 if __name__ == "__main__":

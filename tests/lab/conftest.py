@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from coppice.client.completion import Accumulator, Completion
 from coppice.machine import extensions
+from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from tests.pipeline.conftest import client, reference, stack, target
 from tests.pipeline.test_extend import ROOT, install
 
@@ -27,3 +29,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         extensions.cache_clear()
         yield
     extensions.cache_clear()
+
+
+def completion(lengths: Sequence[int], seconds: float, head: str = "", ids: Sequence[int] = ()) -> Completion:
+    """An answer in steps that commit so many tokens, 10 ms each of which 1 is drafting, decoded in so many seconds."""
+    new, steps = 1 + sum(lengths), len(lengths)
+    answer = Accumulator()
+    answer.add(Started(3, f"single:{head}" if head else "plain", (head,) if head else (), 8))
+    answer.add(Chunk("", tuple(ids or range(new)), (Origin.ROOT,) * new, ("",) * new))
+    timings = Timings(
+        decode_ns=int(seconds * 1e9), draft_ns=10**6 * steps, step_ns=[10**7] * steps, split_ns=[10**6] * steps
+    )
+    answer.add(Finished("length", 3, new, list(lengths), [0] * steps, [4] * steps, 1, 0, timings))
+    return answer.completion()

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import adapter_pb2 as pb
-from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.adapt import BUDGET, INTERVAL, Lane, adapt_line, adapt_row, judged_lanes, lanes_of, spec_for
 from lab.options import Options
 from lab.streams import TURN, programs, shifted, stories, turning
+from tests.lab.conftest import completion
 from tests.tiny import make_target
 
 
@@ -29,33 +28,20 @@ def test_streams_are_different_prompts_in_the_same_order() -> None:
     assert stream == shifted(300)
     assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
     assert len({query.prompt for query in stream}) == 300
-
-
-def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> None:
-    stream = turning(7 * TURN + 5)
-    assert [stream[at].part for at in range(0, len(stream), TURN)] == [
-        *("code", "stories", "maths") * 2,
-        *("code", "stories"),
-    ]
-    assert len({query.prompt for query in stream}) == len(stream) == 7 * TURN + 5
-
-
-def answer(ids: tuple[int, ...]) -> Completion:
-    told = Accumulator()
-    told.add(Started(3, "single:a", ("a",), 8))
-    told.add(Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)))
-    steps = len(ids) - 1
-    told.add(Finished("length", 3, len(ids), [1] * steps, [0] * steps, [0] * steps, 0, 0, Timings(decode_ns=10**9)))
-    return told.completion()
+    turns = turning(7 * TURN + 5)
+    kinds = [turns[at].part for at in range(0, len(turns), TURN)]
+    assert kinds == [*("code", "stories", "maths") * 2, *("code", "stories")]
+    assert len({query.prompt for query in turns}) == len(turns) == 7 * TURN + 5
 
 
 def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
     reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
     own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
     lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
-    lanes[0].answers = [answer(ids) for ids in own]
+    lanes[0].answers = [completion([1] * 7, 1.0, "a", ids) for ids in own]
     other = (own[0][0] + 1) % 300
-    lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
+    changed = [(other, *own[0][1:]), *own[1:]]
+    lanes[1].answers = [completion([1] * 7, 1.0, "a", ids) for ids in changed]
     change = pb.Change(query=3, what="full", version=1, train_s=2.0)
     lanes[1].status = pb.HeadStatus(changes=[change], reverts=1)
     verdicts = judged_lanes(lanes, stream, reference)

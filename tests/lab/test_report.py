@@ -1,0 +1,255 @@
+"""Prompt files and questions, reports and their checks, and the verdict on an answer."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from coppice.engine.engine import Context
+from coppice.errors import InvalidField, Unavailable
+from coppice.prompts.files import read_prompts
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.stack.spec import StackSpec
+from coppice.testing.reference import EPS, Reference, TargetText, judge_token
+from coppice.training.data import load_tokenizer
+from lab import measuring
+from lab.measuring import ReferenceProcess
+from lab.options import Options
+from lab.questions import Question, own_prompts, read_questions
+from lab.report import Report, Row, exactness_checks, make_row, repeat_share, table, verdicts_of
+from tests.lab.conftest import completion
+from tests.tiny import make_target
+
+CONTEXT = 100
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte a token, and room for a hundred."""
+    return make_target(tmp_path_factory.mktemp("target"), max_len=CONTEXT)
+
+
+# --- rows and checks ---
+
+
+def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
+    plain = make_row("plain", [completion([1] * 6, 3.0)], ["identical"], 0)
+    answers = [completion([3, 3], 1.0, "a"), completion([2], 1.0, "a")]
+    fast = make_row("route", answers, ["identical", "tie"], 31)
+    assert [(row["tau"], row["tokens_per_s"]) for row in (plain, fast)] == [(1.0, 2.0), (8 / 3, 4.0)]
+    assert (fast["prompts"], fast["tokens"], fast["late_drafts"], verdicts_of(fast)) == (2, 10, 2, "1/1/0")
+    assert (fast["draft_share"], fast["verified_nodes"], fast["repeat_share"]) == (0.1, 4.0, 0.0)
+    assert [repeat_share(ids) for ids in ([1, 2, 3], range(10), [1] * 8)] == [0.0, 0.0, 0.8]
+    report = Report("demo", "float32", 1)
+    report.add_methods([plain, fast], 64)
+    assert [row["speedup"] for row in report.rows] == [1.0, 2.0]
+
+
+def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_is_a_note() -> None:
+    row = make_row("route", [completion([2, 2], 1.0, "a")], ["identical"], 31)
+
+    def signs(row: Row, dtype: str, tokens: int) -> list[str]:
+        report = Report("demo", dtype, 2, checks=exactness_checks([row], dtype, tokens))
+        console = Console(width=80, file=io.StringIO())
+        report.print(console)
+        assert isinstance(console.file, io.StringIO)
+        lines = [line.split()[0] for line in console.file.getvalue().splitlines()]
+        assert report.ok == ("FAILED" not in lines)
+        return lines
+
+    assert signs(row, "float32", 64) == ["ok", "ok", "ok"]
+    assert signs(row | {"wrong": 1}, "float32", 64) == ["FAILED", "ok", "ok"]
+    assert signs(row | {"ties": 1}, "float32", 64) == ["ok", "FAILED", "ok"]
+    assert signs(row | {"ties": 1}, "bfloat16", 64) == ["ok", "ok"]
+    assert signs(row, "float32", 63) == signs(row | {"tau": 1.3}, "float32", 64) == ["ok", "ok", "weak"]
+
+
+def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
+    lines = [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}]
+    assert table("x", lines, {"share": ".0%"}).splitlines() == [
+        "x",
+        "name   tau  share",
+        "----  ----  -----",
+        "a     1.23      -",
+        "b        -    50%",
+    ]
+
+
+def test_figures_that_were_measured_survive_what_comes_later(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def running(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(address="127.0.0.1:1")
+
+    monkeypatch.setattr(measuring, "running", running)
+    options = Options(target=target, dtype="float32", json_file=tmp_path / "run.json")
+
+    def broken_off() -> None:
+        with measuring.measuring("bench run", options.spec(), options) as bench:
+            bench.report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
+            raise Unavailable("the verifier is gone")
+
+    with pytest.raises(Unavailable):
+        broken_off()
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["figures"], written["ok"]) == ({"speed": [{"method": "plain", "tokens/s": 7.0}]}, False)
+    assert "broken off" in capsys.readouterr().out
+
+
+# --- prompt files and questions ---
+
+
+def test_prompt_files_are_json_lines_or_plain_lines(tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "code", "turns": ["first", "second"], "text": "no"},
+        {"ids": [1, 2], "prompt": "no"},
+        *({key: key} for key in ("prompt", "question", "problem", "text")),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    prompts = read_prompts(file)
+    assert [line.prompt for line in prompts] == ["first", (1, 2), "prompt", "question", "problem", "text"]
+    assert (prompts[0].category, prompts[0].question_id, prompts[0].later) == ("code", 81, ("second",))
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\n\ntwo {\n")
+    assert [line.prompt for line in read_prompts(plain)] == ["one", "two {"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        *((line, "") for line in ("{", "[]", "{}", '{"ids": []}', '{"ids": [1.5]}', '{"turns": "x"}', '{"text": 3}')),
+        (
+            '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}',
+            ": a placeholder; SPEED-Bench's prepare_data.py",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(line: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(InvalidField, match=rf"a\.jsonl line 2{reason}"):
+        read_prompts(file)
+    with pytest.raises(InvalidField, match="to_json"):
+        read_prompts(tmp_path / "test.parquet")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Five questions of which the second and, for its turns, the fourth are too long."""
+    made = tmp_path / "question.jsonl"
+    turns = [["a"], ["b" * 90], ["c"], ["d" * 20, "e" * 20], ["f", "g"]]
+    lines = [{"question_id": 81 + at, "category": "qa", "turns": each} for at, each in enumerate(turns)]
+    made.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def read(target: Path, file: Path, count: int, **changes: Any) -> tuple[list[Question], list[Question]]:
+    options = Options(target=target, prompts=[file], n=count, max_new_tokens=30, dtype="float32", **changes)
+    return read_questions(options, options.spec())
+
+
+def lines_of(questions: list[Question]) -> list[str]:
+    return [question.name.rpartition("line ")[2] for question in questions]
+
+
+def test_what_does_not_fit_is_left_out_and_named_and_the_next_ones_take_their_places(
+    target: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, warming = read(target, file, 2, warm_up=1)
+    assert lines_of(asked) == ["1 (question 81)", "3 (question 83)"]
+    assert lines_of(warming) == ["5 (question 85)"]
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.partition("line ")[2] for error in errors] == [
+        "2 (question 82): 120 tokens of 100 tokens",
+        "4 (question 84): 103 tokens of 100 tokens",
+    ]
+    with pytest.raises(InvalidField, match="3 in question fit the category and the context, too few for 3 and 2"):
+        read(target, file, 3, warm_up=2)
+    with pytest.raises(InvalidField, match=r"0 in question fit .*, too few for any"):
+        read(target, file, 1, category=["maths"])
+    own = own_prompts(TargetText(target), 4, ["story", "code"])
+    assert [prompt.category for prompt in own] == ["code", "story"] * 2
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
+    text, tokenizer = TargetText(target), load_tokenizer(target)
+    last = read(target, file, 5, chat=chat)[0][-1]
+    answer = text.encode("why")
+    following = last.next(answer)
+    spoken = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
+    assert (len(last.later), tokenizer.decode(following.ids), following.later) == (1, spoken, ())
+    assert following.longest(30) == last.longest(30) - 30 + len(answer)
+
+
+def rope(kind: str, first: int | None) -> dict[str, Any]:
+    return {"rope_type": kind, "original_max_position_embeddings": first}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "reason"),
+    [
+        ({}, 131072, ""),
+        (rope("yarn", 4096), 131072, ""),
+        (rope("longrope", 4096), 4096, "rope kind longrope"),
+        ({"full": rope("default", None), "sliding": rope("dynamic", 8192)}, 8192, "rope kind dynamic"),
+    ],
+)
+def test_a_rope_kind_that_cuts_the_context_says_so(parameters: dict[str, Any], tokens: int, reason: str) -> None:
+    context = Context.of(SimpleNamespace(max_position_embeddings=131072, rope_parameters=parameters), 7)
+    assert (context.tokens, reason in context.cut_by, reason in str(context)) == (tokens, True, True)
+    assert context.served(1 << 20) == context
+    assert str(context.served(1000)) == "992 tokens (verifier.kv_tokens is 1000)"
+
+
+# --- verdicts ---
+
+
+def test_a_greedy_token_may_lie_eps_below_the_best_and_a_sampled_one_is_judged_with_its_noise() -> None:
+    row, greedy = np.array([-1.0, 1.0, 1.01 - EPS, 0.99 - EPS], np.float32), SamplingParams()
+    assert [judge_token(row, token, greedy, 0) for token in range(4)] == ["wrong", "identical", "tie", "wrong"]
+    random = np.random.default_rng(0)
+    for position in range(200):
+        row = (3 * random.standard_normal(50)).astype(np.float32)
+        for params in (
+            SamplingParams(temperature=0.8, seed=position),
+            SamplingParams(temperature=1, top_k=5, top_p=0.9),
+        ):
+            token = draw(*decode_row(row, params), params.seed, position)
+            assert judge_token(row, token, params, position) == "identical"
+            assert judge_token(row, int(row.argmin()), params, position) == "wrong"
+
+
+def test_the_reference_answers_and_judges_here_and_in_a_process_that_may_be_killed(target: Path) -> None:
+    before, here = set(multiprocessing.active_children()), Reference(target, "float32", threads=1)
+    prompt, new, greedy = here.text.encode("def f(x):"), 24, SamplingParams()
+    with ReferenceProcess(StackSpec(target=target, dtype="float32", verifier_threads=1)) as beside:
+        for sampling in (greedy, SamplingParams(temperature=0.8, top_k=40, seed=5)):
+            own, other = (each.generate(prompt, new, sampling) for each in (here, beside))
+            assert (own.ids, own.accept_lengths) == (other.ids, other.accept_lengths)
+            assert (len(own.ids), own.tau, own.steps, min(own.ttft_s, own.decode_s) > 0) == (new, 1.0, new - 1, True)
+            wrong = (*own.ids[:-1], (own.ids[-1] + 1) % 256)
+            for ids, expected, verdict in ((own.ids, own.ids, "identical"), (wrong, own.ids, "wrong")):
+                verdicts = {each.judge(prompt, ids, sampling, expected) for each in (here, beside)}
+                assert verdicts == ({verdict} if sampling is greedy or verdict == "identical" else verdicts)
+            assert beside.redraw(prompt, own.ids, sampling) == here.redraw(prompt, own.ids, sampling)
+        answer = here.greedy(prompt, new).ids
+        assert here.judge(prompt, answer, greedy) == "identical"
+        assert here.judge(prompt, (*answer[:-1], (answer[-1] + 1) % 256), greedy) == "wrong"
+        (child,) = set(multiprocessing.active_children()) - before
+        child.kill()
+        with pytest.raises(Unavailable, match="the process of transformers ended with -9"):
+            beside.greedy(prompt, new)
+    assert set(multiprocessing.active_children()) <= before

@@ -1,0 +1,229 @@
+"""`bench run` and `bench exact`: which methods there are, pairs, rows and tables, and all of it on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coppice.client.client import Client
+from coppice.client.completion import Completion
+from coppice.errors import InvalidField, Unavailable
+from coppice.stack.launch import Stack
+from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec, StackSpec
+from coppice.testing.reference import Reference
+from coppice.wire.generation import Timings
+from lab.bare import Bare
+from lab.cli import app, with_heads
+from lab.measuring import Bench
+from lab.options import Options
+from lab.questions import Question, benchmark_names
+from lab.report import HF_GENERATE, Report
+from lab.run import ALL, HF_ASSISTED, PEERS, Cell, Pairs, add_tables, methods_of, run_exact, run_methods
+from tests.lab.conftest import completion
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB, save_random
+
+HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
+ONE = Cell(0.0, 8, 1)
+NEW = 12
+PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
+QUESTIONS = tuple(Question(ids, "abb"[at]) for at, ids in enumerate(PROMPTS))
+
+
+def test_methods_are_policies_heads_and_peers() -> None:
+    default = ("plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE)
+    assert methods_of((), HEADS, (1, 4)) == default
+    assert methods_of((), HEADS, (2,)) == default[:-1]
+    assert methods_of((), HEADS[:1], (1,)) == ("plain", "single:a", HF_GENERATE)
+    named = ["s", "plain", "hf-assisted", "single:s", "route:a/e"]
+    assert methods_of(named, HEADS, (1,)) == ("plain", "single:s", HF_ASSISTED, "route:a/e")
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "sessions", "reason"),
+    [
+        ("route", HEADS[:1], 1, "route needs at least two heads, there are 1"),
+        (HF_ASSISTED, HEADS[:3], 1, "needs a head of kind lm"),
+        (HF_GENERATE, HEADS, 2, "one prompt at a time"),
+        ("best", HEADS, 1, "'best' is not one of"),
+        ("route:a/x", HEADS, 1, "'route:a/x': there is no head 'x'"),
+    ],
+)
+def test_a_method_this_stack_cannot_run_is_named(
+    method: str, heads: Sequence[HeadSpec], sessions: int, reason: str
+) -> None:
+    with pytest.raises(InvalidField, match=reason):
+        methods_of([method], heads, (sessions,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("exact", "--methods", "plain,bad"), "methods: 'bad'"),
+        (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
+        (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
+        (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
+        (("steps", "--json", "/proc/none/x.json"), "Invalid value for '--json'"),
+    ],
+)
+def test_what_nobody_can_run_is_refused_before_a_start(
+    arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
+    ended = CliRunner().invoke(app, arguments)
+    refusal = str(ended.exception) if isinstance(ended.exception, InvalidField) else ended.output
+    assert (bool(ended.exit_code), reason in " ".join(refusal.split())) == (True, True), refusal
+
+
+def test_options_choose_the_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
+    assert [head.name for head in with_heads(options, ("lm", "eagle3")).heads] == ["s"]
+    with pytest.raises(InvalidField, match="none is of kind specblock"):
+        with_heads(options, ("specblock",))
+    assert [head.name for head in Options().spec(["lookup"]).heads] == ["lookup"]
+    assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
+    assert Options(methods=["route:eagle3-code/lookup", "plain"]).shipped_heads() == ["eagle3-code", "lookup"]
+    assert Options(target=tmp_path).spec(["lookup"]).heads == COUNTED_HEADS
+
+
+def _pairs(count: int = 16) -> Pairs:
+    """`count` pairs of 24 tokens, a third of them slower than another."""
+    slower = [1.0 + 0.1 * (at % 3) for at in range(count)]
+
+    def ours(head: str, step: int, seconds: float) -> list[Completion]:
+        return [completion([step] * (24 // step), seconds * factor, head) for factor in slower]
+
+    peers = [replace(completion([1] * 24, 1.02 * factor), policy="", timings=Timings()) for factor in slower]
+    answers = {"plain": ours("", 1, 1.0), "single:a": ours("a", 4, 0.5), "route": ours("b", 3, 0.6), HF_GENERATE: peers}
+    return Pairs(ONE, answers, [Question((1, 2), "ab"[at % 2]) for at in range(count)])
+
+
+def test_a_ratio_is_paired_seeded_and_bounded() -> None:
+    pairs = _pairs()
+    same = pairs.ratio("single:a", "plain")
+    assert same == pairs.ratio("single:a", "plain")
+    assert same is not None
+    assert (same.value, same.low, same.high) == pytest.approx((2.0, 2.0, 2.0))  # prompts' own speed cancels out
+    assert pairs.ratio("single:a", "nothing") is None
+    quick, slow = [completion([1] * 10, 1.0)], [completion([1] * 10, 3.0)]
+    mixed = Pairs(ONE, {"x": 5 * quick + 5 * slow, "plain": 10 * quick}, ()).ratio("x", "plain")
+    assert mixed is not None
+    assert mixed.value == pytest.approx(0.5)
+    assert 0.34 < mixed.low < 0.45 < 0.55 < mixed.high < 0.8
+
+
+def test_rows_and_tables_hold_every_figure() -> None:
+    pairs = _pairs()
+    rows = {name: pairs.row(name, ["identical"] * len(pairs.questions)) for name in pairs.answers}
+    fast = rows["single:a"]
+    assert (fast["temperature"], fast["cell_budget"], fast["identical"], fast["tau"]) == (0.0, 8, 16, 4.0)
+    assert fast["speedup"] == pytest.approx(2.0)
+    assert fast["draft_share"] == pytest.approx(0.1)
+    assert sum(fast["parts_ms"].values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
+    assert {name: figures["answers"] for name, figures in fast["figures"].items()} == {ALL: 16, "a": 8, "b": 8}
+    assert fast["figures"][ALL]["over_hf"].value == pytest.approx(2.04)
+    assert rows[HF_GENERATE]["parts_ms"] == {}
+    report, more = Report("bench run", "float32", 2), [row | {"sessions": 4} for row in rows.values()]
+    add_tables(report, [*rows.values(), *more])
+    assert len(report.tables) == 2 * 4 + 1  # by cell speed, sets, parts and alpha; then sessions
+    assert len(report.tables[-1].splitlines()) == 3 + len(rows)
+
+
+def test_alpha_is_of_the_steps_that_came_so_far() -> None:
+    answers = {"x": [completion([3, 2, 1, 1, 3, 1], 1.0, "x")], "plain": [completion([1] * 11, 1.0)]}
+    pairs = Pairs(ONE, answers, ())
+    assert pairs.accepted("x") == pytest.approx([3 / 5, 2 / 3, 0.0])  # the last step was cut
+    assert pairs.accepted("plain") == []
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
+    gsm8k, humaneval = Path("a/gsm8k/question.jsonl"), Path("a/humaneval/question.jsonl")
+    assert benchmark_names([gsm8k, Path("b/mine.jsonl")]) == ["question", "mine"]
+    assert benchmark_names([gsm8k, humaneval]) == ["gsm8k", "humaneval"]
+    assert len(set(benchmark_names([gsm8k, humaneval, Path("b/gsm8k/question.jsonl")]))) == 3
+
+
+def test_bare_loops_time_what_the_services_would_run(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", VOCAB, layers=8, tokenizer=False)
+    block = HeadSpec("block", "specblock", save_random(tmp_path / "block", "specblock"))
+    heads = (block, HeadSpec("small", "lm", target), *COUNTED_HEADS)
+    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1)
+    bare = Bare(spec, sessions=2, longest=32)
+    assert bare.forward_ms(9, 20) > 0
+    for head in heads:
+        forward_ms, draft_ms = bare.draft_ms(head.name, range(12), range(20, 40), 8)
+        assert (forward_ms, draft_ms) == (0, 0) if head in COUNTED_HEADS else 0 < forward_ms < draft_ms
+
+
+def bench_of(stack: Stack, client: Client, reference: Reference, new_tokens: int = NEW) -> Bench:
+    return Bench(stack, client, Report("bench run", "float32", 1), Options(max_new_tokens=new_tokens), reference)
+
+
+@pytest.mark.parametrize("sessions", [(1,), (2, 3)])
+def test_every_method_is_timed_and_judged(
+    stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...]
+) -> None:
+    peers = PEERS if sessions == (1,) else ()
+    methods = methods_of(["self", "lookup", "route:lookup/self", *peers], stack.spec.heads, sessions)
+    warm_up = () if peers else (Question((7, 8, 9), "a"),)
+    bench = bench_of(stack, client, reference)
+    run_methods(bench, methods, [Cell(*each) for each in product((0.0, 1.0), (6,), sessions)], QUESTIONS, warm_up)
+    rows = {(row["method"], row["temperature"], row["sessions"]): row for row in bench.report.rows}
+    assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
+    for (method, temperature, count), row in rows.items():
+        answers = 3 if count != 2 else 3 + 1  # the last group is filled up
+        assert (row["prompts"], row["tokens"], row["figures"][ALL]["answers"]) == (answers, NEW * answers, answers)
+        assert (row["wrong"], row["ties"], bool(row["parts_ms"])) == (0, 0, method not in PEERS)
+        if method in PEERS:
+            assert (row["identical"] > 0) == (temperature == 0 and method != "hf-generate")
+        else:
+            assert row["identical"] == row["prompts"]
+    assert bench.report.figures.get("warm_up", 0) == len(warm_up)
+    assert rows["route:lookup/self", 0.0, sessions[0]]["heads"] == ("lookup", "self")
+    assert bench.report.ok
+    assert len(bench.report.tables) >= 2 * len(sessions) * 3
+
+
+def test_exact_judges_every_method_and_budget(stack: Stack, client: Client, reference: Reference) -> None:
+    bench = bench_of(stack, client, reference)
+    run_exact(bench, PROMPTS, ("plain", "single:self"), (0, 6), (0.0, 1.0))
+    ways = (("plain", 0), ("single:self", 0), ("single:self", 6))
+    expected = [(f"{method} T={t}", budget, 3) for t in (0, 1) for method, budget in ways]
+    assert [(row["method"], row["budget"], row["identical"]) for row in bench.report.rows] == expected
+    assert bench.report.ok
+
+
+def test_cells_that_were_measured_before_a_failure_are_reported(
+    stack: Stack, client: Client, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, calls = client.generate, 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2 + 3 * 2:  # warming up, and three questions, by two methods each
+            raise Unavailable("the verifier is gone")
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(client, "generate", failing)
+    bench = bench_of(stack, client, reference, 16)
+    with pytest.raises(Unavailable):
+        run_methods(bench, ("plain", "single:lookup"), [Cell(0.0, 6, 1), Cell(1.0, 6, 1)], QUESTIONS)
+    assert [(row["method"], row["prompts"]) for row in bench.report.rows] == [("plain", 3), ("single:lookup", 3)]
+    assert bench.report.tables
+
+
+def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    talk, bench = Question(PROMPTS[2], "a", later=((40, 41), (42,))), bench_of(stack, client, reference, 16)
+    run_methods(bench, ("plain", "single:lookup"), [Cell(0.0, 6, 2)], (talk, QUESTIONS[1], QUESTIONS[2]))
+    rows = [(row["prompts"], row["identical"]) for row in bench.report.rows]
+    assert rows == [(12, 12)] * 2  # the last group is filled up
