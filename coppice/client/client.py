@@ -34,14 +34,11 @@ from coppice.v1 import generation_pb2 as generation
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import Chunk, ModelDescription, Started, read_model, read_response, request_to_wire
 
-__all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
-
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
-# Waits before a call to the only address is sent again; longer than a channel's own longest back-off.
-RETRY_DELAYS_S = (0.25, 0.5)
-# How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that
-# has not begun looks for anybody among several servers: they may be restarted one after another.
-PATIENCE_S, PATIENT_DELAY_S, RESTART_S = 60.0, 0.5, 15.0
+# How long a request that has begun looks for somebody who goes on with it; how long one that has not begun looks for
+# anybody among several servers, which may be restarted one after another, and how long at one address: longer than a
+# channel's own longest back-off. PAUSE_S is between two rounds of attempts.
+BEGUN_S, SEVERAL_S, ALONE_S, PAUSE_S = 60.0, 15.0, 0.75, 0.5
 # With several addresses: silence after which a server is asked whether it still lives, and how long it may take to say.
 SILENCE_S, ALIVE_S = 1.0, 1.5
 CLOCKS_S = 0.05  # by how much gRPC may see a deadline pass before this does
@@ -60,7 +57,6 @@ class Attempts:
         self._addresses, self._tried = addresses, 0
         self._full: Overloaded | None = None
         self._allowed_s, self._deadline = timeout, time.monotonic() + timeout
-        self._delays = iter(RETRY_DELAYS_S)
         self._started = False
         self._brought = len(getattr(message, "resume_ids", ()))  # tokens that the caller held before the call
         self._held: list[int] = []
@@ -113,8 +109,9 @@ class Attempts:
         all_asked = self._tried % self._addresses == 0
         if all_asked and self._full and not self._held:
             raise self._full from None
-        delay = self._pause() if all_asked else 0.0
-        if delay is None or delay >= self.timeout:
+        patience_s = BEGUN_S if self._started else SEVERAL_S if self._addresses > 1 else ALONE_S
+        delay = PAUSE_S if all_asked else 0.0
+        if delay >= self.timeout or (all_asked and time.monotonic() - self._progress_at >= patience_s):
             raise failure from None
         if self._held:
             del self.message.resume_ids[self._brought :]
@@ -122,12 +119,6 @@ class Attempts:
             self._resumed += 1
         self.heard_at = time.monotonic() + delay
         return delay
-
-    def _pause(self) -> float | None:
-        if not self._started and self._addresses == 1:
-            return next(self._delays, None)
-        patience = PATIENCE_S if self._started else RESTART_S
-        return PATIENT_DELAY_S if time.monotonic() - self._progress_at < patience else None
 
 
 def watch(stub: GenerationServiceStub, call: Attempts, responses: Any, ended: threading.Event) -> None:
@@ -162,16 +153,6 @@ def default_address() -> str:
     return os.environ.get("COPPICE_ADDRESS") or "127.0.0.1:50051"
 
 
-def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Each HOST:PORT. Raises InvalidField when there is none."""
-    address = address or default_address()
-    names = address.split(",") if isinstance(address, str) else address
-    addresses = tuple(name.strip() for name in names if name.strip())
-    if not addresses:
-        raise InvalidField("address", "names no HOST:PORT")
-    return addresses
-
-
 class _Endpoint:
     """The servers that a client asks: an address, a channel and a stub of each, and whose turn it is."""
 
@@ -183,7 +164,11 @@ class _Endpoint:
 
         `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
         """
-        self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
+        address, dialer = address or default_address(), dialer or Dialer.from_environment()
+        names = address.split(",") if isinstance(address, str) else address
+        self.addresses = tuple(name.strip() for name in names if name.strip())
+        if not self.addresses:
+            raise InvalidField("address", "names no HOST:PORT")
         connect: Callable[[str], Any] = dialer.open_blocking if self._blocking else dialer.open
         self._channels = [connect(address) for address in self.addresses]
         self._stubs = [GenerationServiceStub(channel) for channel in self._channels]

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from coppice.client.client import Client, Options
+from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
+from coppice.client.request import Options
 from coppice.commands.options import names
 from coppice.commands.tree_view import longest, show
 from coppice.errors import InvalidField

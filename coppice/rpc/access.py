@@ -6,10 +6,9 @@ import contextlib
 import ssl
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import grpc
 import grpc.aio
@@ -22,43 +21,30 @@ from coppice.errors import InvalidField, PermissionDenied, Unauthenticated
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceAccess:
-    """Whose certificate serves a service, and whose may call each method."""
-
-    server: str
-    """empty: the certificate must name the host that was dialed"""
-    callers: Mapping[str, frozenset[str]]
-    """by method; empty: no certificate is needed"""
-
-
-ACCESS = {
-    "coppice.v1.VerifierService": ServiceAccess(
-        "verifier",
-        {
-            "Verify": frozenset({"orchestrator"}),
-            "FetchFeatures": frozenset({"drafter"}),
-            "DescribeTarget": frozenset({"orchestrator"}),
-        },
-    ),
-    "coppice.v1.DrafterService": ServiceAccess(
-        "drafter",
-        {
-            "Draft": frozenset({"orchestrator"}),
-            "DescribeHead": frozenset({"orchestrator", "adapter"}),
-            "SyncWeights": frozenset({"adapter"}),
-        },
-    ),
-    "coppice.v1.AdapterService": ServiceAccess(
-        "adapter",
-        {
-            "GetStatus": frozenset({"operator", "orchestrator"}),
-            **dict.fromkeys(("Pause", "Resume", "Rollback"), frozenset({"operator"})),
-        },
-    ),
-    "coppice.v1.GenerationService": ServiceAccess("", {"Generate": frozenset(), "DescribeModel": frozenset()}),
+ACCESS: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "coppice.v1.VerifierService": {
+        "Verify": frozenset({"orchestrator"}),
+        "FetchFeatures": frozenset({"drafter"}),
+        "DescribeTarget": frozenset({"orchestrator"}),
+    },
+    "coppice.v1.DrafterService": {
+        "Draft": frozenset({"orchestrator"}),
+        "DescribeHead": frozenset({"orchestrator", "adapter"}),
+        "SyncWeights": frozenset({"adapter"}),
+    },
+    "coppice.v1.AdapterService": {
+        "GetStatus": frozenset({"operator", "orchestrator"}),
+        **dict.fromkeys(("Pause", "Resume", "Rollback"), frozenset({"operator"})),
+    },
+    "coppice.v1.GenerationService": {"Generate": frozenset(), "DescribeModel": frozenset()},
 }
-"""Every method of every service; what is not here may not be served."""
+"""By service and method, whose certificate may call it; empty: it needs none. What is not here may not be served."""
+SERVED_BY = {
+    "coppice.v1.VerifierService": "verifier",
+    "coppice.v1.DrafterService": "drafter",
+    "coppice.v1.AdapterService": "adapter",
+}
+"""Whose certificate serves a service; that of any other must name the host that was dialed"""
 
 
 class Clients(Protocol):
@@ -84,7 +70,7 @@ class Access:
         self, method: MethodDescriptor, context: grpc.aio.ServicerContext
     ) -> AbstractAsyncContextManager[None, bool | None]:
         """Hold the call's place inside the block. Raises Unauthenticated, PermissionDenied, Overloaded."""
-        callers = ACCESS[method.containing_service.full_name].callers[method.name]
+        callers = ACCESS[method.containing_service.full_name][method.name]
         if not callers:
             return self.client(context.invocation_metadata() or (), counted=method.server_streaming)
         if self._tls.on:
@@ -107,8 +93,7 @@ class Access:
             raise PermissionDenied(f"{method.full_name} is for {' and '.join(sorted(callers))}")
 
 
-@dataclass(frozen=True, slots=True)
-class Certificates:
+class Certificates(NamedTuple):
     """What the files of TlsSettings hold. `cert` and `key` are empty for a client that shows none."""
 
     ca: bytes
@@ -122,8 +107,18 @@ class Certificates:
             raise InvalidField("tls.ca", "is missing: nobody's certificate could be checked")
         if bool(tls.cert) != bool(tls.key):
             raise InvalidField("tls.key" if tls.cert else "tls.cert", "is missing: certificate and key go together")
-        certificates = cls(*(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key")))
-        certificates._check(tls)
+        certificates = cls._contents(tls)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # gRPC would only log what is wrong, and refuse everybody
+        try:
+            context.load_verify_locations(tls.ca)
+        except OSError:
+            raise InvalidField("tls.ca", f"{tls.ca} holds no PEM certificate") from None
+        try:
+            if tls.cert:
+                context.load_cert_chain(tls.cert, tls.key, password="")
+        except OSError as error:
+            reason = getattr(error, "reason", None) or error.strerror
+            raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {reason}") from None
         return certificates
 
     @classmethod
@@ -134,29 +129,24 @@ class Certificates:
             raise InvalidField("tls.cert", "is missing: a server shows a certificate")
         return certificates
 
-    def renewed(self, tls: TlsSettings) -> Certificates:
+    def renewed(self, tls: TlsSettings) -> Self:
         """What the files hold now: this very object while nothing changed, or while they are unusable."""
         try:
-            now = tuple(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key"))
-            return self if now == (self.ca, self.cert, self.key) else Certificates.read(tls)
+            return self if self == self._contents(tls) else self.read(tls)
         except InvalidField as error:  # half of a rotation; the next connection looks again
             log.warning("certificates stay as they were", why=str(error))
             return self
 
-    def _check(self, tls: TlsSettings) -> None:
-        """gRPC would only log what is wrong, and refuse every connection."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_verify_locations(tls.ca)
-        except OSError:
-            raise InvalidField("tls.ca", f"{tls.ca} holds no PEM certificate") from None
-        if not self.cert:
-            return
-        try:
-            context.load_cert_chain(tls.cert, tls.key, password="")
-        except OSError as error:
-            reason = getattr(error, "reason", None) or error.strerror
-            raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {reason}") from None
+    @classmethod
+    def _contents(cls, tls: TlsSettings) -> Self:
+        contents = []
+        for name in cls._fields:
+            file = getattr(tls, name)
+            try:
+                contents.append(Path(file).read_bytes() if file else b"")
+            except OSError as error:
+                raise InvalidField(f"tls.{name}", f"{file} cannot be read: {error.strerror}") from None
+        return cls(*contents)
 
 
 def server_credentials(tls: TlsSettings, service: str) -> grpc.ServerCredentials:
@@ -174,7 +164,7 @@ def server_credentials(tls: TlsSettings, service: str) -> grpc.ServerCredentials
         before, used = used, used.renewed(tls)
         return None if used is before else configuration()
 
-    require = tls.require or any(ACCESS[service].callers.values())
+    require = tls.require or any(ACCESS[service].values())
     return grpc.dynamic_ssl_server_credentials(configuration(), changed, require_client_authentication=require)
 
 
@@ -184,10 +174,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read(setting: str, file: str) -> bytes:
-    try:
-        return Path(file).read_bytes() if file else b""
-    except OSError as error:
-        raise InvalidField(setting, f"{file} cannot be read: {error.strerror}") from None

@@ -19,7 +19,7 @@ from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 from coppice.limits import MESSAGE_BYTES
 from coppice.rpc import tracing
-from coppice.rpc.access import ACCESS, Certificates, is_loopback
+from coppice.rpc.access import SERVED_BY, Certificates, is_loopback
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 HEAD = "coppice-head-bin"
@@ -78,7 +78,7 @@ class _Guarded:
             if self._certificates is not before:
                 self._retire(list(self._current.values()))
                 self._current.clear()
-            name = self._tls.server_name or (ACCESS[service].server if service in ACCESS else "")
+            name = self._tls.server_name or (SERVED_BY.get(service, ""))
         if name not in self._current:
             options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
             if self._certificates is None:
@@ -150,10 +150,8 @@ class Dialer:
         """
         return AioGuardedChannel(grpc.aio, address, self.tls, self._metadata(address))
 
-    def open_blocking(self, address: str) -> grpc.Channel:
+    def open_blocking(self, address: str) -> GuardedChannel:
         """The same for callers without an event loop."""
-        if not self.tls.on and not self.token and not self.head:
-            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         return GuardedChannel(grpc, address, self.tls, self._metadata(address))
 
     def _metadata(self, address: str) -> Metadata:

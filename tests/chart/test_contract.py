@@ -306,7 +306,7 @@ def test_a_head_of_the_verifiers_process_is_fetched_and_trained() -> None:
 def test_each_role_has_the_certificate_that_says_what_it_may_do(name: str) -> None:
     certificates = of_kind(objects(name), "Certificate")
     names = {each["spec"]["secretName"]: set(each["spec"].get("dnsNames", [])) for each in certificates.values()}
-    roles = {role for access in ACCESS.values() for callers in access.callers.values() for role in callers}
+    roles = {role for methods in ACCESS.values() for callers in methods.values() for role in callers}
     for pod in services(objects(name)).values():
         (secret,) = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
         own = {component(pod), *beside(pod)}

@@ -98,7 +98,7 @@ def test_policies_let_exactly_the_calls_through_that_are_made(name: str) -> None
         pod = inside.get(called, {})
         served = {component(pod), *beside(pod)} & set(SERVICES) if pod else set()
         if served and served != {"orchestrator"}:
-            callers = {each for role in served for names in ACCESS[SERVICES[role]].callers.values() for each in names}
+            callers = {each for role in served for names in ACCESS[SERVICES[role]].values() for each in names}
             assert callers & {component(inside[caller]), *beside(inside[caller])}
     pushed = [call for call in calls if call[0].endswith("adapter") and call[1].endswith("verifier")]
     assert bool(pushed) == (name == "beside")

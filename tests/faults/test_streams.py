@@ -291,7 +291,7 @@ async def test_a_quiet_call_outlives_the_pings_of_its_caller(monkeypatch: pytest
     port, health_port = (each.add_insecure_port("127.0.0.1:0") for each in (server, watched.server))
     await server.start()
     watched.start()
-    methods = [(f"/{service}/{method}", port) for service, access in ACCESS.items() for method in access.callers]
+    methods = [(f"/{service}/{method}", port) for service, callers in ACCESS.items() for method in callers]
     watch, pings = "/grpc.health.v1.Health/Watch", [("grpc.keepalive_time_ms", PINGS_MS)]
     options = faster([*(option for option in CHANNEL_OPTIONS if option[0] != pings[0][0]), *pings])
     channels, calls = [], []

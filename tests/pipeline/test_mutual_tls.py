@@ -12,26 +12,19 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-import grpc
 import pytest
 from playwright.sync_api import expect
 
-from coppice.adaptation.weights import Weights
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
-from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.heads.checkpoints import load_head, public_weights
+from coppice.errors import PermissionDenied, Unauthenticated, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
-from coppice.stack.process import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
-from coppice.wire.drafter import weights_to_wire
-from services.adapter.push import DrafterLink
 from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
-from tests.pushes import Push, altered
 from tests.signals import eventually
 
 __all__ = ["heads", "target"]  # fixtures
@@ -96,9 +89,15 @@ def test_the_adapter_reaches_its_drafters_and_listens_to_operators_alone(stack: 
 
     with AdapterClient(address, dialer=authority.dialer("operator")) as operator:
         assert eventually(current)
-    for role in ROLES:
-        with AdapterClient(address, dialer=authority.dialer(role)) as client, pytest.raises(PermissionDenied):
+    for dialer, refusal in ((authority.dialer("drafter"), PermissionDenied), (Dialer(), Unavailable)):
+        with AdapterClient(address, dialer=dialer) as client, pytest.raises(refusal):
             client.pause()
+
+
+def test_no_process_talks_to_the_nameless(stack: Stack) -> None:
+    for ready in stack.services.values():
+        with Client(ready.address, dialer=Dialer()) as client, pytest.raises(Unavailable):
+            client.describe(timeout=2)
 
 
 def completed(stack: Stack, authority: Authority, token: str = TOKEN, n: int = 1) -> tuple[int, Any]:
@@ -155,39 +154,6 @@ def test_the_page_asks_for_a_token_wherever_it_is_opened(stack: Stack) -> None:
         expect(refused).to_be_empty()
         page.reload()
         expect(field).to_be_visible()  # a token is kept by nobody
-
-
-def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:
-    for ready in stack.services.values():
-        for dialer in (Dialer(), *([authority.dialer()] if ready.role != "orchestrator" else [])):
-            channel = dialer.open_blocking(ready.address)
-            with pytest.raises(grpc.RpcError) as error:
-                channel.unary_unary(f"/{SERVICES[ready.role]}/Describe")(b"", timeout=5)
-            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-            channel.close()
-
-
-async def test_weights_are_the_adapters_to_push(
-    stack: Stack, authority: Authority, target: Path, heads: dict[str, Path]
-) -> None:
-    loaded = load_head("specblock", heads["block"], target)
-    first = Weights.of(public_weights(loaded.model, loaded.config))
-    push = Push.of("block", first, altered(first, 1, version=7))
-    address = stack.services["drafter-block"].address
-
-    header = weights_to_wire(push.header).SerializeToString()
-    async with DrafterLink(address, authority.dialer("adapter")) as adapter:
-        before = await adapter.describe()
-        for role in ("orchestrator", "verifier", "drafter", "operator", "stranger"):
-            async with DrafterLink(address, authority.dialer(role)) as replica:
-                with pytest.raises(CoppiceError):  # while it still sends, it may hear only that the stream broke
-                    await replica.push(push.header, push.parts)
-            async with authority.dialer(role).open(address) as channel:
-                call = channel.unary_unary("/coppice.v1.DrafterService/SyncWeights")(header, timeout=5)
-                assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert await adapter.describe() == before
-        synced = await adapter.push(push.header, push.parts)
-    assert synced.weights_hash == push.header.weights_hash != before.weights_hash
 
 
 def test_everything_goes_on_with_certificates_of_another_authority(

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError, Message
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from google.protobuf.message import Message
 
 from coppice import limits
 from coppice.errors import InvalidField
@@ -201,23 +199,6 @@ def test_the_hash_rolls_and_is_fnv_1a_over_little_endian_words() -> None:
     ids = [0, 1, 255, 256, 2**31, 2**32 - 1]
     assert committed_hash(ids) == slow(ids) == committed_hash(ids[2:], committed_hash(ids[:2]))
     assert committed_hash([]) == slow([])
-
-
-@pytest.mark.parametrize("read", [read_verify, read_draft, read_request])
-@settings(max_examples=60, deadline=None)
-@given(data=st.binary(max_size=200))
-def test_any_bytes_that_are_a_message_are_read_or_refused_by_field(read: Read, data: bytes) -> None:
-    kinds = {
-        read_verify: verifier_pb2.VerifyRequest,
-        read_draft: drafter_pb2.DraftRequest,
-        read_request: generation_pb2.GenerateRequest,
-    }
-    try:
-        message = kinds[read].FromString(data)
-    except DecodeError:  # coppice.rpc.server refuses it
-        return
-    with contextlib.suppress(InvalidField):
-        read(message)
 
 
 # Bounds, generated from the descriptors and the annotations of the plain values.
