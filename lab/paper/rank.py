@@ -36,9 +36,9 @@ from lab.report import Report
 KEY = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replay:
-    """Steps, tokens they committed, and nodes they would have verified."""
+    """Steps along texts, tokens they committed, and nodes they would have verified."""
 
     steps: int = 0
     tokens: int = 0
@@ -49,33 +49,29 @@ class Replay:
         """Tokens a step."""
         return self.tokens / max(1, self.steps)
 
-    def __add__(self, other: Replay) -> Replay:
-        return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
 
-
-def replay_all(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
-    """Every (text, tokens of its prompt), one after the other."""
-    return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
-
-
-def replay(head: Head, text: Answer, prompt: int, budget: int) -> Replay:
-    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
-    ids: list[int] = text.ids.tolist()
-    features, sampling, total = text.features.float(), SamplingParams(), Replay()
-    opening = OpenDraft("", ids[:prompt], sampling, features=wire_features(features, 0, prompt))
-    try:
-        for _ in head.open(KEY, opening):
-            pass
-        root = prompt
-        while root + 1 < len(ids):
-            tree = _drafted(head, DraftJob(KEY, ids[root], root, budget, sampling))
-            end = min(root + 1 + _followed(tree, ids[root + 1 :]), len(ids) - 1)  # the next root
-            head.advance(KEY, Advance(ids[root:end], wire_features(features, root, end)))
-            total += Replay(1, end - root, len(tree))
-            root = end
-        return total
-    finally:
-        head.close(KEY)
+def replay(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
+    """Draft with at most `budget` nodes a step along (T,) texts, of each of which so many tokens are the prompt."""
+    total, sampling = Replay(), SamplingParams()
+    for text, prompt in texts:
+        ids: list[int] = text.ids.tolist()
+        features = text.features.float()
+        opening = OpenDraft("", ids[:prompt], sampling, features=wire_features(features, 0, prompt))
+        try:
+            for _ in head.open(KEY, opening):
+                pass
+            root = prompt
+            while root + 1 < len(ids):
+                tree = _drafted(head, DraftJob(KEY, ids[root], root, budget, sampling))
+                end = min(root + 1 + _followed(tree, ids[root + 1 :]), len(ids) - 1)  # the next root
+                head.advance(KEY, Advance(ids[root:end], wire_features(features, root, end)))
+                total.steps += 1
+                total.tokens += end - root
+                total.nodes += len(tree)
+                root = end
+        finally:
+            head.close(KEY)
+    return total
 
 
 def _drafted(head: Head, job: DraftJob) -> DraftTree:
@@ -147,8 +143,8 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
             places = {f"{at // slots + 1}.{at % slots + 1}": share for at, share in enumerate(shares)}
             chains.append(name | places | {"chain": accepted_length(accepted)})
             for tree, gain in tree_gains(head.path, spec.target, texts, budget).items():
-                told = {"tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
-                trees.append(name | told)
+                figures = {"tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
+                trees.append(name | {"tree": tree} | figures)
             progress.add()
     percent = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
     report.add_figures("rank_head", "does the rank head know where it is right?", ranks, percent)
@@ -208,7 +204,6 @@ def rank_rows(confusion: Tensor) -> list[dict[str, float]]:
 def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
     settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
-    gains = {}
-    for name, (widths, guided) in TREES.items():
-        gains[name] = replay_all(BranchingHead(settings, widths, guided), texts, budget)
-    return gains
+    return {
+        name: replay(BranchingHead(settings, widths, guided), texts, budget) for name, (widths, guided) in TREES.items()
+    }

@@ -21,7 +21,7 @@ from coppice.training.answers import Answer
 from coppice.training.data import load_tokenizer
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
-from lab.paper.rank import answers, replay, replay_all
+from lab.paper.rank import answers, replay
 from services.adapter.decide import Arm
 from services.adapter.learn import Learner
 from tests.pushes import swap
@@ -63,9 +63,8 @@ class Knowing:
 @pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
 def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
     text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
-    found = replay(Knowing(text.ids.tolist(), right), text, 4, budget)  # type: ignore[arg-type]
-    assert found.tokens == 20
-    assert found.steps == steps
+    replayed = replay(Knowing(text.ids.tolist(), right), [(text, 4)], budget)  # type: ignore[arg-type]
+    assert (replayed.tokens, replayed.steps) == (20, steps)
 
 
 def test_the_demo_head_of_code_learns_stories() -> None:
@@ -78,10 +77,10 @@ def test_the_demo_head_of_code_learns_stories() -> None:
     head = SpecBlockHead(
         DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
     )
-    before = replay_all(head, texts, 12).tau
+    before = replay(head, texts, 12).tau
     _, tensors = learner.learn(Arm.FULL, {}, samples * 12, [])
     swap(head, head.weights.changed(tensors, 1))
-    assert replay_all(head, texts, 12).tau > before + 0.3
+    assert replay(head, texts, 12).tau > before + 0.3
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

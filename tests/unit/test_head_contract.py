@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +47,6 @@ class TestEveryKind(HeadContract):
 
 # --- heads that break it ---
 
-ticks = itertools.count()
-
 
 class _Deaf(NgramHead):
     def advance(self, key: int, advance: Advance) -> None:
@@ -80,21 +77,10 @@ class _Learning(NgramHead):
             self._models[jobs[part[0].job].key].extend(part[0].nodes.tokens.tolist())
 
 
-class _Fickle(NgramHead):
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        yield from super().draft([replace(job, budget=next(ticks) % 4) for job in jobs])
-
-
 class _Rising(NgramHead):
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         for (grown,) in super().draft(jobs):
             yield [replace(grown, nodes=replace(grown.nodes, log_probs=-1 / (1 + grown.nodes.depths()[1:])))]
-
-
-class _Endless(NgramHead):
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        for (grown,) in super().draft(jobs):
-            yield [replace(grown, last=False)]
 
 
 class _Seeded(NgramHead):
@@ -112,9 +98,7 @@ BROKEN = {
     _Clinging: "a_closed_session_is_forgotten",
     _OneText: "sessions_know_nothing_of_each_other",
     _Learning: "drafting_leaves_no_trace",
-    _Fickle: "drafting_leaves_no_trace",
     _Rising: "trees_are_valid",
-    _Endless: "trees_are_valid",
     _Seeded: "greedy_drafts_know_no_seed",
     _Warm: "drafting_leaves_no_trace",
 }
