@@ -56,51 +56,39 @@ def fingerprint(model: nn.Module) -> bytes:
 
 
 class Clock:
-    """Runs from its making to `stop`; on a CUDA device it measures what the device does, in the order of the stream."""
+    """Runs work and adds up how long it takes: on a CUDA device what the device does, in the order of the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda, self._ns = device.type == "cuda", 0
-        if self._on_cuda:
-            self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._began.record()
-        else:
-            self._began_ns = time.perf_counter_ns()
-
-    def stop(self) -> None:
-        """Let it run up to here."""
-        if self._on_cuda:
-            self._ended.record()
-        else:
-            self._ns = time.perf_counter_ns() - self._began_ns
-
-    @property
-    def ns(self) -> int:
-        """Nanoseconds it ran; waits until a device has come as far as where it was stopped."""
-        if self._on_cuda:
-            self._ended.synchronize()
-            return int(self._began.elapsed_time(self._ended) * 1e6)
-        return self._ns
-
-
-class Timed:
-    """Runs work on the clock, and adds up how long it took."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._clocks: list[Clock] = []
+        self._on_cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []  # nanoseconds, or events
 
     def __call__(self, work: Callable[..., R], *inputs: Any) -> R:
         """What the work returns."""
-        clock = Clock(self._device)
+        start = self._now()
         outputs = work(*inputs)
-        clock.stop()
-        self._clocks.append(clock)
+        self._spans.append((start, self._now()))
         return outputs
 
+    @property
+    def ns(self) -> int:
+        """Nanoseconds of all work so far; waits until a device is done with it."""
+        if not self._on_cuda:
+            return sum(end - start for start, end in self._spans)
+        for _, end in self._spans[-1:]:
+            end.synchronize()
+        return sum(int(start.elapsed_time(end) * 1e6) for start, end in self._spans)
+
     def taken(self) -> int:
-        """Nanoseconds of all work since this was asked; waits until a device is done with it."""
-        took, self._clocks = sum(clock.ns for clock in self._clocks), []
+        """Nanoseconds of all work since this was last asked, as `ns`."""
+        took, self._spans = self.ns, []
         return took
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter_ns()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -256,9 +244,7 @@ class Engine:
             self.tell(batch)
         run = self.steps.prepare(batch) if self.steps is not None else self._prepare(batch)
         clock = Clock(self.pool.device)
-        logits, features = run()
-        clock.stop()
-        return ForwardOutput(logits, features, clock)
+        return ForwardOutput(*clock(run), clock)
 
     def _prepare(self, batch: PackedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """As Steps.prepare, on the CPU."""

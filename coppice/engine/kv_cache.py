@@ -97,11 +97,6 @@ class KVPool:
         """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in all."""
-        return len(self._owners)
-
-    @property
     def used_blocks(self) -> int:
         """Blocks owned by sessions."""
         return int(np.count_nonzero(self._owners))
@@ -109,7 +104,7 @@ class KVPool:
     @property
     def free_tokens(self) -> int:
         """Tokens that fit in the blocks nobody owns."""
-        return (self.num_blocks - self.used_blocks) * self.block_size
+        return int(np.count_nonzero(self._owners == 0)) * self.block_size
 
     @property
     def used_tokens(self) -> int:

@@ -7,18 +7,21 @@ from contextlib import ExitStack
 from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coppice.engine.attention import NAME, UnsupportedModel
 from coppice.engine.engine import Engine
 from coppice.engine.ordered import SEGMENT
-from coppice.engine.rows import Piece, pack
+from coppice.engine.rows import Piece, ancestors, pack
 from coppice.engine.steps import decoder_layers
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)
 _DEPTHS = (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)
+_PATHS = [np.flatnonzero(path).tolist() for row, path in enumerate(ancestors(_PARENTS)) if row not in _PARENTS]
+"""the rows from the root to each leaf"""
 _PREFIX = 40  # tokens, when no window asks for more
 _BORDER = SEGMENT - 3  # a prefix behind which the tree lies across a border
 _MAX_PREFIX = 1024  # bounds the check of a large model; a larger window is not crossed
@@ -119,7 +122,7 @@ def check_invariant(engine: Engine) -> bytes:
     ids = torch.randint(engine.info.vocab_size, (max(1, min(_BORDER, room)) + len(_PARENTS),), generator=random)
     prefix, tree = ids[: -len(_PARENTS)].tolist(), ids[-len(_PARENTS) :].tolist()
     alone, beside = _packed_logits(engine, prefix, tree).chunk(2)
-    for path in _paths():
+    for path in _PATHS:
         text = prefix + [tree[row] for row in path]
         for cuts in ((0,), (0, len(text) // 3, len(text) - 1)):
             with engine.pool.borrow("selfcheck", len(text)) as table:
@@ -160,10 +163,9 @@ def _eager_logits(engine: Engine, prefix: list[int], tree: list[int], nudges: to
         nudged = states + states * halves.to(states)
         return ((nudged, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": nudged})
 
-    paths = _paths()
-    depth = max(map(len, paths))
+    depth = max(map(len, _PATHS))
     # Shorter paths are filled up on the right, which a causal model cannot see.
-    texts = [prefix + [tree[row] for row in path] + [0] * (depth - len(path)) for path in paths]
+    texts = [prefix + [tree[row] for row in path] + [0] * (depth - len(path)) for path in _PATHS]
     model = engine.model
     layer = decoder_layers(model, engine.info.layers)[0]
     handle = layer.register_forward_pre_hook(nudge, with_kwargs=True) if nudges else None
@@ -176,17 +178,5 @@ def _eager_logits(engine: Engine, prefix: list[int], tree: list[int], nudges: to
         model.set_attn_implementation(NAME)
         if handle:
             handle.remove()
-    rows = {row: logits[leaf, step] for leaf, path in enumerate(paths) for step, row in enumerate(path)}
+    rows = {row: logits[leaf, step] for leaf, path in enumerate(_PATHS) for step, row in enumerate(path)}
     return torch.stack([rows[row] for row in range(len(tree))])
-
-
-def _paths() -> list[list[int]]:
-    """The rows from the root to each leaf."""
-    paths: list[list[int]] = []
-    for row in range(len(_PARENTS)):
-        if row not in _PARENTS:
-            path = [row]
-            while _PARENTS[path[0]] >= 0:
-                path.insert(0, _PARENTS[path[0]])
-            paths.append(path)
-    return paths

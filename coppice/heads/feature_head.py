@@ -28,7 +28,7 @@ from torch import Tensor
 from coppice.adaptation.weights import Routes, Weights, numbers_in, sketch_of, variant_name
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Attention, Layer, sdpa
-from coppice.engine.engine import DTYPES, Timed
+from coppice.engine.engine import DTYPES, Clock
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import prepack
 from coppice.engine.rows import Ints, PackedBatch, RowTable, Tail
@@ -159,7 +159,7 @@ class FeatureHead(Head):
         )
         self.deepest = self.settings.depth
         self.max_context: int = config.max_position_embeddings
-        self.timed = Timed(device)  # parts of the nn forward, their inputs at hand
+        self.timed = Clock(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 
     @abstractmethod

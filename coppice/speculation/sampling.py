@@ -274,9 +274,6 @@ def draw(ids: IntArray, log_probs: FloatArray, seed: int, position: int, stream:
     """
     if ids.size == 1:
         return int(ids[0])
-    if ids.size > _FEW:
-        likely = _contenders(log_probs, 0.0, 1.0, hash_u64(seed, position, ids, stream))
-        ids, log_probs = ids[likely], log_probs[likely]
     return int(ids[np.argmax(log_probs + noise(seed, position, ids, stream))])
 
 

@@ -74,14 +74,16 @@ class SleepingEngine(Engine):
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """Sleep for T_M, whatever the rows."""
-        clock, began_ns, kept = Clock(self.pool.device), time.perf_counter_ns(), batch.logits_to_keep
+        clock = Clock(self.pool.device)
+        return ForwardOutput(*clock(self._sleep, batch), clock)
+
+    def _sleep(self, batch: PackedBatch) -> tuple[Any, Tensor | None]:
+        began_ns, kept = time.perf_counter_ns(), batch.logits_to_keep
         ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
         width = len(batch.feature_layers) * self.asleep.hidden_size
         features = self._zeros.expand(len(batch.tokens), width) if width else None
-        logits: Any = SleepingLogits(ids, self._around)
         sleep_out(began_ns, self.asleep.t_m_ms)
-        clock.stop()
-        return ForwardOutput(logits, features, clock)
+        return SleepingLogits(ids, self._around), features
 
 
 def load_engine(settings: VerifierSettings) -> Engine:

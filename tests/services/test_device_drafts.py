@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
-from coppice.engine.engine import Engine, Timed
+from coppice.engine.engine import Clock, Engine
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
@@ -58,7 +58,7 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
         head.pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
         head.embedding = head.embedding.to(DEVICE)
         head.ranking = Ranking(head.ranking.target_ids.to(DEVICE))
-        head.timed = Timed(DEVICE)
+        head.timed = Clock(DEVICE)
     return head
 
 

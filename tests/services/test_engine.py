@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def test_rows_say_what_plain_forwards_of_their_texts_say(backend: str, name: str
 def force_scattered(engine: Engine, table: BlockTable) -> None:
     """Have another session take the block right after the session's, so that it must grow elsewhere."""
     pool = engine.pool
-    others = [pool.allocate(f"other {table.session} {n}", 1) for n in range(pool.num_blocks - pool.used_blocks)]
+    others = [pool.allocate(f"other {table.session} {n}", 1) for n in range(pool.free_tokens // pool.block_size)]
     for other in others:
         if other.blocks[0] != table.blocks[-1] + 1:
             pool.free(other)
@@ -221,23 +222,17 @@ class Levels:
         self.tree, self.prefix = Tree(20, seed, reach=2), prefix
         self.table: BlockTable = prefill(engine, name, prefix)[0]
         engine.pool.extend(self.table, len(prefix) + 20)
-        order = sorted(range(20), key=lambda row: self.tree.depths[row])
-        self.place = {row: place for place, row in enumerate(order)}
-        self.levels = [
-            [row for row in order if self.tree.depths[row] == depth] for depth in sorted(set(self.tree.depths))
-        ]
+        depths = self.tree.depths
+        self.levels = [[row for row in range(20) if depths[row] == depth] for depth in range(max(depths) + 1)]
 
     def piece(self, level: int) -> Piece:
         """The rows of one level; the first is the root, which continues the prefix."""
-        rows = self.levels[level]
+        rows, tokens = self.levels[level], [self.tree.tokens[row] for row in self.levels[level]]
         done = [row for earlier in self.levels[:level] for row in earlier]
-        visible = np.zeros((len(rows), len(done)), np.bool_)
-        for number, row in enumerate(rows):
-            visible[number, [self.place[above] for above in self.tree.path(row)[:-1]]] = True
-        positions = np.array([len(self.prefix) + self.tree.depths[row] for row in done], np.int64)
-        tokens = [self.tree.tokens[row] for row in rows]
-        unlinked, depths = [-1] * len(rows), [level] * len(rows)
-        return Piece(self.table, len(self.prefix), tokens, unlinked, depths, range(len(rows)), (visible, positions))
+        visible = np.array([np.isin(done, self.tree.path(row)) for row in rows])
+        positions = len(self.prefix) + np.array([self.tree.depths[row] for row in done], np.int64)
+        parents, depths = [-1] * len(rows), [level] * len(rows)
+        return Piece(self.table, len(self.prefix), tokens, parents, depths, range(len(rows)), (visible, positions))
 
     def expected(self, name: str, level: int) -> Tensor:
         """(rows, V) from a plain causal forward over prefix and path of each row."""
@@ -268,15 +263,12 @@ def test_only_the_rows_asked_for_have_logits() -> None:
     table, _ = prefill(engine, "a", some_ids(12))
     piece = tree.piece(engine, table, 12)
     every = engine.forward(pack([piece])).logits
-    some = Piece(table, 12, piece.tokens, piece.parents, piece.depths, [0, 3, 8])
-    torch.testing.assert_close(engine.forward(pack([some])).logits, every[[0, 3, 8]])
-    none = Piece(table, 12, piece.tokens, piece.parents, piece.depths, [])
-    assert engine.forward(pack([none])).logits.shape == (0, engine.info.vocab_size)
+    for keep in ([0, 3, 8], []):
+        assert_same(engine.forward(pack([replace(piece, keep=keep)])).logits, every[keep])
 
 
-@pytest.mark.parametrize("layers", [(0,), (2, 3, 3), (1, 5)])
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
-def test_features_are_the_hidden_states_of_a_plain_forward(name: str, layers: tuple[int, ...]) -> None:
+def test_features_are_the_hidden_states_of_a_plain_forward(name: str) -> None:
     config = CONFIGS[name]()
     config.num_hidden_layers = 6
     with torch.random.fork_rng():
@@ -287,18 +279,16 @@ def test_features_are_the_hidden_states_of_a_plain_forward(name: str, layers: tu
     ids = some_ids(25)
     with torch.inference_mode():
         hidden = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
-    expected = torch.cat([hidden[layer][0] for layer in layers], dim=-1)
-
     table = engine.pool.allocate("a", 25)
-    first = engine.forward(pack([Piece.chain(table, 0, ids[:20])], layers))
-    second = engine.forward(pack([Piece.chain(table, 20, ids[20:])], layers))
-    assert first.features is not None
-    assert second.features is not None
-    torch.testing.assert_close(torch.cat([first.features, second.features]), expected, atol=1e-4, rtol=1e-4)
-    assert engine.forward(pack([Piece.chain(table, 20, ids[20:])])).features is None
+    chunks = [Piece.chain(table, 0, ids[:20]), Piece.chain(table, 20, ids[20:])]
+    for layers in ((0,), (2, 3, 3), (1, 5)):
+        features: list[Any] = [engine.forward(pack([chunk], layers)).features for chunk in chunks]
+        expected = torch.cat([hidden[layer][0] for layer in layers], dim=-1)
+        torch.testing.assert_close(torch.cat(features), expected, atol=1e-4, rtol=1e-4)
+    assert engine.forward(pack(chunks[1:])).features is None
     for layer in (-1, 6):
         with pytest.raises(ValueError, match="feature layer"):
-            engine.forward(pack([Piece.chain(table, 20, ids[20:])], (layer,)))
+            engine.forward(pack(chunks[1:], (layer,)))
 
 
 def test_an_unknown_attention_argument_is_refused() -> None:
@@ -319,12 +309,9 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [2, 5]
     model.save_pretrained(tmp_path)
     engine = load_engine(tmp_path, kv_tokens=100)
-    assert engine.info.vocab_size == VOCAB
-    assert engine.info.max_context == 256
-    assert (engine.info.layers, engine.info.hidden_size) == (3, 32)
-    assert engine.info.eos_ids == (2, 5)
-    assert engine.info.dtype == "float32"
-    assert engine.pool.num_blocks == 4
+    info = engine.info
+    assert (info.vocab_size, info.max_context, info.layers, info.hidden_size) == (VOCAB, 256, 3, 32)
+    assert (info.eos_ids, info.dtype, engine.pool.free_tokens) == ((2, 5), "float32", 128)
     assert set(engine.timings([1, 4], sessions=2, context=10, repeats=2)) == {1, 4}
     assert engine.pool.used_blocks == 0
     assert load_engine(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"

@@ -23,13 +23,7 @@ from coppice.engine import self_check as check_module
 from coppice.engine.attention import InTurn, Layer
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
-from coppice.engine.self_check import (
-    NotInvariant,
-    SelfCheckError,
-    check_invariant,
-    roundings,
-    self_check,
-)
+from coppice.engine.self_check import NotInvariant, SelfCheckError, check_invariant, roundings, self_check
 from tests.services.test_engine import CONFIGS, FORMS, TACITURN, engine_of, model_of, prefill, some_ids
 
 Patch = pytest.MonkeyPatch
@@ -140,12 +134,9 @@ def test_it_passes_and_leaves_nothing_behind(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "invariant"),
     [
-        ("llama", "bfloat16", False),
         ("llama", "bfloat16", True),
         ("mistral-window", "bfloat16", False),
-        ("gemma2", "bfloat16", False),
         ("gemma2", "float16", False),
-        ("gemma2", "float32", False),
         ("gemma2", "float32", True),
         ("gpt-oss", "bfloat16", False),
     ],
