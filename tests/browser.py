@@ -10,17 +10,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from coppice.stack.spec import HeadSpec, StackSpec
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """where the system's Chromium is, if there is one"""
-HEADS = ("specblock-code", "lookup")
-
-
-def page_stack(**changes: Any) -> StackSpec:
-    """The demo's target with two heads, and the page at a free port."""
-    heads = tuple(map(HeadSpec.shipped, HEADS))
-    return StackSpec.demo(heads=heads, dtype="float32", http_port=0, verifier_threads=1, drafter_threads=1, **changes)
 
 
 @contextmanager

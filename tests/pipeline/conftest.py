@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +97,21 @@ async def described(address: str) -> verifier_pb2.DescribeTargetResponse:
         return await VerifierServiceStub(channel).DescribeTarget(verifier_pb2.DescribeTargetRequest())
     finally:
         await channel.close()
+
+
+def call(
+    stack: Stack, path: str, body: Any = None, kind: str = "application/json"
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one call."""
+    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", path, data, {"Content-Type": kind} if kind else {})
+    response = connection.getresponse()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def parts_of(stream: str) -> list[dict[str, Any]]:
+    """The parts of a stream."""
+    *parts, done = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    return [json.loads(part) for part in parts]

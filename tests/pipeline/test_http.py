@@ -27,11 +27,12 @@ from pydantic import SecretStr
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.testing.reference import Reference
-from tests.pipeline.conftest import HEADS, SEATS
+from tests.pipeline.conftest import HEADS, call, parts_of
 from tests.signals import eventually
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
+CONTEXT = f"{PROMPT}    with open(path)"
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
 
 
@@ -58,15 +59,6 @@ def grpc_client(stack: Stack) -> Iterator[Client]:
         yield made
 
 
-def asked(stack: Stack, path: str, body: Any = None, method: str = "") -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of one call."""
-    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection.request(method or ("GET" if body is None else "POST"), path, data, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
-
-
 def begun(stack: Stack, **fields: Any) -> HTTPConnection:
     """A completion that is under way and goes on for a while."""
     connection = HTTPConnection(stack.orchestrator.http, timeout=30)
@@ -75,39 +67,101 @@ def begun(stack: Stack, **fields: Any) -> HTTPConnection:
     return connection
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_completion_is_the_text_of_grpc_whole_and_streamed(
-    client: openai.OpenAI, grpc_client: Client, temperature: float
+BIASED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9}
+BIASED |= {"min_p": 0.01, "top_k": 50}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"temperature": 0.0, "max_new_tokens": 48}),
+        ({}, {"temperature": 1.0, "seed": 7, "max_new_tokens": 48}),
+        ({"messages": CHAT}, {"temperature": 1.0, "seed": 5, "max_new_tokens": 24}),
+        (
+            {"logit_bias": {"65": 5, "66": -100}},
+            {**BIASED, "max_new_tokens": 24, "logit_bias": {65: 5.0, 66: -100.0}},
+        ),
+    ],
+)
+def test_an_answer_is_the_text_of_grpc(
+    stack: Stack, grpc_client: Client, fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    wanted = grpc_client.generate(PROMPT, temperature=temperature, seed=7, max_new_tokens=48, policy="plain")
-    options: Any = {"model": "target", "prompt": PROMPT, "temperature": temperature, "seed": 7, "max_tokens": 48}
-    whole = client.completions.create(**options)
-    assert whole.choices[0].text == wanted.text
-    assert whole.choices[0].finish_reason == {"eos": "stop", "length": "length"}[wanted.finish_reason]
-    assert whole.usage
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (wanted.prompt_tokens, wanted.new_tokens)
-    parts = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    assert "".join(part.choices[0].text for part in parts if part.choices) == wanted.text
-    assert parts[-1].usage == whole.usage
-    assert len(parts) > 3
-
-
-def test_a_chat_is_the_text_of_grpc_whole_and_streamed(client: openai.OpenAI, grpc_client: Client) -> None:
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
-    wanted = grpc_client.generate(plain, temperature=1.0, seed=5, max_new_tokens=24)
-    options: Any = {"model": "target", "messages": CHAT, "seed": 5, "max_completion_tokens": 24}
-    whole = client.chat.completions.create(**options)
-    message = whole.choices[0].message
-    assert (message.role, message.content) == ("assistant", wanted.text)
-    parts = list(client.chat.completions.create(**options, stream=True))
-    assert parts[0].choices[0].delta.role == "assistant"
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted.text
-    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    again = client.chat.completions.create(
-        model="target", messages=[*CHAT, message, {"role": "user", "content": "And?"}], max_tokens=2
-    )
+    expected = grpc_client.generate(plain if "messages" in fields else PROMPT, **options, policy="plain")
+    path, prompt = ("/v1/chat/completions", {}) if "messages" in fields else ("/v1/completions", {"prompt": PROMPT})
+    shared = {name: value for name, value in options.items() if name not in ("max_new_tokens", "logit_bias")}
+    body = {**prompt, **shared, "max_tokens": options["max_new_tokens"], **fields}
+    status, _, data = call(stack, path, body)
+    assert status == 200, data
+    answer = json.loads(data)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"] if "messages" in fields else choice["text"]) == expected.text
+    assert choice["finish_reason"] == {"eos": "stop", "length": "length"}[expected.finish_reason]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (expected.prompt_tokens, expected.new_tokens)
+
+
+ECHO: Any = {"prompt": [PROMPT, "Once"], "temperature": 0, "echo": True}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": PROMPT, "seed": 7, "max_tokens": 48},
+        {"prompt": [PROMPT, "Once"], "n": 2, "seed": 3, "max_tokens": 16},
+        {**ECHO, "max_tokens": 8},
+        {**ECHO, "max_tokens": 0},
+        {**ECHO, "max_tokens": 8, "logprobs": 3},
+        {**ECHO, "max_tokens": 0, "logprobs": 3},
+        {"messages": CHAT, "seed": 5, "max_completion_tokens": 24},
+        {"messages": CHAT, "temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 2},
+    ],
+    ids=str,
+)
+def test_a_stream_joins_to_what_is_answered_whole(stack: Stack, fields: dict[str, Any]) -> None:
+    chat = "messages" in fields
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    whole = json.loads(call(stack, path, fields)[2])
+    stream = call(stack, path, {**fields, "stream": True, "stream_options": {"include_usage": True}})[2].decode()
+    *parts, last = parts_of(stream)
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for expected in whole["choices"]:
+        choices = [part["choices"][0] for part in parts if part["choices"][0]["index"] == expected["index"]]
+        texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+        assert "".join(texts) == (expected["message"]["content"] if chat else expected["text"])
+        if fields.get("echo"):
+            assert texts[0] == fields["prompt"][expected["index"]]
+        ends = [choice["finish_reason"] for choice in choices]
+        assert ends == [None] * (len(choices) - 1) + [expected["finish_reason"]]
+        joined = [score for choice in choices for score in scores_of(choice["logprobs"])]
+        assert joined == [pytest.approx(score, abs=1e-5) for score in scores_of(expected["logprobs"])]
+        assert bool(joined) == ("logprobs" in fields)
+
+
+def scores_of(log_probs: dict[str, Any] | None) -> list[tuple[Any, ...]]:
+    """Bytes, log-probability, number of alternatives and offset of each token."""
+    if log_probs is None:
+        return []
+    if entries := log_probs.get("content"):
+        return [(*entry["bytes"], entry["logprob"], len(entry["top_logprobs"]), 0) for entry in entries]
+    fields = (log_probs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+    return [
+        (*token.encode(), -1.0 if value is None else value, len(top or ()), offset)
+        for token, value, top, offset in zip(*fields, strict=True)
+    ]
+
+
+def test_openais_client_reads_completions_and_chats_and_sends_histories_back(client: openai.OpenAI) -> None:
+    options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
+    whole = client.completions.create(prompt=PROMPT, **options)
+    parts = list(client.completions.create(prompt=PROMPT, **options, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    message = client.chat.completions.create(messages=CHAT, **options).choices[0].message
+    chunks = list(client.chat.completions.create(messages=CHAT, **options, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    again = client.chat.completions.create(messages=[*CHAT, message, {"role": "user", "content": "And?"}], **options)
     assert again.usage
-    assert again.usage.completion_tokens == 2
+    assert again.usage.completion_tokens == 8
 
 
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Client) -> None:
@@ -122,10 +176,6 @@ def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Cli
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.usage
     assert both.usage.prompt_tokens == answers[0].prompt_tokens + answers[2].prompt_tokens
-    texts = ["", "", "", ""]
-    for part in client.completions.create(prompt=[PROMPT, "Once"], n=2, seed=3, stream=True, **options):
-        texts[part.choices[0].index] += part.choices[0].text
-    assert texts == [answer.text for answer in answers]
     drawn = [client.completions.create(prompt=PROMPT, **options) for _ in range(2)]
     assert drawn[0].choices[0].text != drawn[1].choices[0].text  # each with a seed of its own
     seed = (drawn[0].model_extra or {})["coppice"]["seed"]
@@ -134,12 +184,12 @@ def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Cli
 
 
 def test_ids_are_prompts_too(client: openai.OpenAI, stack: Stack) -> None:
-    _, _, data = asked(stack, "/tokenize", {"prompt": PROMPT})
+    _, _, data = call(stack, "/tokenize", {"prompt": PROMPT})
     ids = json.loads(data)["tokens"]
     options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
     texts = [client.completions.create(prompt=prompt, **options).choices[0].text for prompt in (PROMPT, ids, [ids])]
     assert len(set(texts)) == 1
-    _, _, data = asked(stack, "/detokenize", {"tokens": ids})
+    _, _, data = call(stack, "/detokenize", {"tokens": ids})
     assert json.loads(data)["prompt"] == PROMPT
     echoed = client.completions.create(prompt=[ids, ids], echo=True, **options)
     assert [choice.text for choice in echoed.choices] == [PROMPT + texts[0]] * 2
@@ -162,137 +212,76 @@ def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.Ope
     assert "".join(tokens) == echoed.text
     assert scored.text_offset == [len("".join(tokens[:at])) for at in range(len(tokens))]
     assert values[0] is None
-    # Each prefix as a prompt says the same of its next token.
-    for at in (1, len(values) // 2, len(values) - 2):
-        prefix = "".join(tokens[:at])
-        best = client.completions.create(prompt=prefix, max_tokens=1, **{**options, "logprobs": 20}).choices[0].logprobs
-        assert best
-        assert best.top_logprobs
-        if tokens[at] in best.top_logprobs[0]:
-            assert best.top_logprobs[0][tokens[at]] == pytest.approx(values[at], abs=1e-3)
     only = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **options)
     assert (only.choices[0].text, only.choices[0].finish_reason) == (PROMPT, "length")
     assert only.usage
     assert only.usage.completion_tokens == 0
 
 
-@pytest.mark.parametrize("most", [0, 8])
-def test_a_stream_with_echo_begins_with_the_prompt(client: openai.OpenAI, most: int) -> None:
-    options: Any = {"model": "target", "prompt": [PROMPT, "Once"], "temperature": 0, "max_tokens": most, "echo": True}
-    for scored in ({}, {"logprobs": 3}):
-        whole = client.completions.create(**options, **scored)
-        stream = client.completions.create(**options, **scored, stream=True, stream_options={"include_usage": True})
-        *parts, last = list(stream)
-        assert last.usage == whole.usage
-        for wanted in whole.choices:
-            choices = [part.choices[0] for part in parts if part.choices[0].index == wanted.index]
-            assert choices[0].text == options["prompt"][wanted.index]
-            assert "".join(one.text for one in choices) == wanted.text
-            assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + [wanted.finish_reason]
-            if not wanted.logprobs:
-                assert {one.logprobs for one in choices} == {None}
-                continue
-            told = [one.logprobs.model_dump() for one in choices if one.logprobs]
-            joined = {name: [value for one in told for value in one[name]] for name in told[0]}
-            assert joined["tokens"] == wanted.logprobs.tokens
-            assert joined["text_offset"] == wanted.logprobs.text_offset
-            assert joined["token_logprobs"] == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-5)
-            assert [len(best or ()) for best in joined["top_logprobs"]] == [0] + [3] * (len(joined["tokens"]) - 1)
+def test_min_tokens_come_before_any_stop(stack: Stack) -> None:
+    stops = {"prompt": PROMPT, "temperature": 0, "stop": ["\n", " "], "max_tokens": 8}
+    for least in (0, 8):
+        usage = json.loads(call(stack, "/v1/completions", {**stops, "min_tokens": least})[2])["usage"]
+        assert (usage["completion_tokens"] < 8) == (least == 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_tells_log_probs(client: openai.OpenAI, stream: bool) -> None:
-    options: Any = {"model": "target", "messages": CHAT, "temperature": 0, "max_tokens": 6, "logprobs": True}
-    answer = client.chat.completions.create(**options, top_logprobs=2, stream=stream)
-    logs = [part.choices[0].logprobs for part in (answer if stream else [answer])]
-    content = [one for log in logs if log for one in log.content or ()]
-    assert len(content) == 6
-    for one in content:
-        assert bytes(one.bytes or ()) == one.token.encode()
-        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-5)
-        assert len(one.top_logprobs) == 2
-
-
-def test_lengths_bias_and_penalties_are_those_of_grpc(client: openai.OpenAI, grpc_client: Client) -> None:
-    stops: Any = {"model": "target", "prompt": PROMPT, "temperature": 0, "stop": ["\n", " "], "max_tokens": 8}
-    answers = [client.completions.create(**stops, extra_body={"min_tokens": least}).usage for least in (0, 8)]
-    assert [answer and answer.completion_tokens < 8 for answer in answers] == [True, False]
-    options: Any = {"temperature": 1.0, "seed": 9, "frequency_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9}
-    more: Any = {"min_p": 0.01, "top_k": 50}
-    wanted = grpc_client.generate(PROMPT, max_new_tokens=24, logit_bias={65: 5.0, 66: -100.0}, **more, **options)
-    options |= {"model": "target", "prompt": PROMPT, "max_tokens": 24, "logit_bias": {"65": 5, "66": -100}}
-    assert client.completions.create(**options, extra_body=more).choices[0].text == wanted.text
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "field"),
-    [
-        ({"temperature": -1}, 400, "temperature"),
-        ({"temperature": math.nan}, 400, "temperature"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
-        ({"surprise": 1}, 400, "surprise"),
-        ({f"f{number}": 1 for number in range(100)}, 400, "body"),
-        ({"n": 3, "prompt": [PROMPT] * 6}, 400, "prompt"),
-        ({"logprobs": 21}, 400, "logprobs"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": 5}, 400, "prompt"),
-        ({"prompt": ["a", 5]}, 400, "prompt.1"),
-        ({"prompt": "\ud800"}, 400, "prompt"),
-        ({"stop": "\ud800"}, 400, "stop"),
-        ({"prompt": [99_999_999]}, 400, "prompt"),
-        ({"prompt": [-1]}, 400, "prompt"),
-        ({"policy": "nonsense"}, 400, "policy"),
-        ({"budget": 1000}, 400, "budget"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"min_tokens": 5}, 400, "min_tokens"),
-        ({"seed": -2}, 400, "seed"),
-        ({"seed": 2**64 - 1, "n": 2}, 400, "seed"),
-        ({"top_k": 2**32}, 400, "top_k"),
-        ({"min_tokens": 2**32, "max_tokens": 0, "echo": True}, 400, "min_tokens"),
-        *[({"logit_bias": {key: 1}}, 400, "logit_bias") for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99)],
-        *[({"logit_bias": {"1": value}}, 400, "logit_bias") for value in ("1", True, [])],
-        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
-        ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
-        ({"logit_bias": {"0": 1, "4096": -1.5}}, 200, None),
-        ({"stop": ["x"] * 17}, 400, "stop"),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"stream_options": {}, "seed": -1, "metadata": {"a": "b"}, "store": True, "user": "u"}, 200, None),
-        ({"prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "low", "verbosity": "low"}, 200, None),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
-        ({"stream": True, "policy": "nonsense"}, 400, "policy"),
-        ({"model": "gpt-4"}, 404, None),
-        ({"tools": [], "suffix": None, "best_of": 1}, 200, None),
-        ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, 400, "messages.0.name"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type"),
-        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content"),
-        ({"messages": [{"role": "system"}]}, 400, "messages.0.content"),
-        (
-            {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            400,
-            "messages.2.tool_calls",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, 400, "messages.0.audio"),
-        ({"messages": [{"role": "user", "content": "x"}] * 300}, 400, "messages"),
-        ({"max_completion_tokens": 10**6}, 400, "max_completion_tokens"),
-        ({"max_tokens": 10**6}, 400, "max_tokens"),
-        ({"top_logprobs": 3}, 400, "top_logprobs"),
-        ({"messages": CHAT, "prompt": "x"}, 400, "prompt"),
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": math.nan}, "temperature"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"surprise": 1}, "surprise"),
+    ({f"f{number}": 1 for number in range(100)}, "body"),
+    ({"n": 3, "prompt": [PROMPT] * 6}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    *[({"prompt": prompt}, "prompt") for prompt in ([], 5, "\ud800", [99_999_999], [-1])],
+    ({"prompt": ["a", 5]}, "prompt.1"),
+    *[({"stop": stop}, "stop") for stop in ("\ud800", ["x"] * 17)],
+    *[({"policy": "nonsense", "stream": stream}, "policy") for stream in (False, True)],
+    ({"budget": 1000}, "budget"),
+    ({"max_tokens": 0}, "max_tokens"),
+    *[({"min_tokens": 5, **more}, "min_tokens") for more in ({}, {"min_tokens": 2**32, "max_tokens": 0, "echo": True})],
+    *[({"seed": seed, "n": 2}, "seed") for seed in (-2, 2**64 - 1)],
+    ({"top_k": 2**32}, "top_k"),
+    *[
+        ({"logit_bias": {key: 1}}, "logit_bias")
+        for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99, "99999999")
     ],
-)
-def test_what_is_not_served_is_refused_by_name(
-    stack: Stack, change: dict[str, Any], status: int, field: str | None
-) -> None:
-    chat = {"messages", "max_completion_tokens", "top_logprobs"} & change.keys()
-    path, prompt = ("/v1/chat/completions", {"messages": CHAT}) if chat else ("/v1/completions", {"prompt": PROMPT})
-    got, _, data = asked(stack, path, {"model": "target", "max_tokens": 2, "temperature": 0} | prompt | change)
-    assert got == status, data
-    if status != 200:
-        error = json.loads(data)["error"]
-        assert error["param"] == field
-        assert error["message"].startswith(f"{field}: " if field else "the model")
-        assert error["type"] in ("invalid_request_error", "not_found_error")
+    *[({"logit_bias": {"1": value}}, "logit_bias") for value in ("1", True, [])],
+    ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+    *[({"messages": [{"role": "user", **more}]}, "messages.0.content") for more in ({"content": None}, {})],
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio"),
+    ({"messages": CHAT, "prompt": "x"}, "prompt"),
+    *[({name: 10**6}, name) for name in ("max_completion_tokens", "max_tokens")],
+    ({"top_logprobs": 3}, "top_logprobs"),
+]
+TAKEN: list[dict[str, Any]] = [
+    {"logit_bias": {"0": 1, "4096": -1.5}},
+    {"stream_options": {}, "seed": -1, "metadata": {"a": "b"}, "store": True, "user": "u"},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "low", "verbosity": "low"},
+    {"tools": [], "suffix": None, "best_of": 1},
+]
+
+
+def test_what_is_not_served_is_refused_by_name_and_hints_are_taken(stack: Stack) -> None:
+    for change, field in [*REFUSED, *((change, "") for change in TAKEN)]:
+        chat = {"messages", "max_completion_tokens", "top_logprobs"} & change.keys()
+        path, prompt = ("/v1/chat/completions", {"messages": CHAT}) if chat else ("/v1/completions", {"prompt": PROMPT})
+        status, _, data = call(stack, path, {"model": "target", "max_tokens": 2, "temperature": 0} | prompt | change)
+        assert status == (400 if field else 200), (change, data)
+        if field:
+            error = json.loads(data)["error"]
+            assert (error["param"], error["type"]) == (field, "invalid_request_error"), change
+            assert error["message"].startswith(f"{field}: ")
+    status, _, data = call(stack, "/v1/completions", {"model": "gpt-4", "prompt": PROMPT})
+    assert (status, json.loads(data)["error"]["type"]) == (404, "not_found_error")
 
 
 @pytest.mark.parametrize(
@@ -308,9 +297,9 @@ def test_what_is_not_served_is_refused_by_name(
 )
 def test_a_history_that_openai_takes_is_taken(stack: Stack, message: dict[str, Any]) -> None:
     for messages in ([message], [*CHAT, message]):
-        got, _, data = asked(stack, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        got, _, data = call(stack, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
         assert got == 200, data
-        counted = json.loads(asked(stack, "/tokenize", {"messages": messages})[2])["count"]
+        counted = json.loads(call(stack, "/tokenize", {"messages": messages})[2])["count"]
         assert json.loads(data)["usage"]["prompt_tokens"] == counted
 
 
@@ -324,8 +313,8 @@ def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
     running = begun(stack, stream=True)
     response = running.getresponse()
     with ThreadPoolExecutor(4) as clients:
-        sent = [clients.submit(asked, stack, path, body) for path, body in hostile * 2]
-        assert all(asked(stack, "/health")[0] == 200 and response.readline() for _ in range(20))
+        sent = [clients.submit(call, stack, path, body) for path, body in hostile * 2]
+        assert all(call(stack, "/health")[0] == 200 and response.readline() for _ in range(20))
         refused = {
             (status, json.loads(data)["error"]["message"]) for status, _, data in (each.result() for each in sent)
         }
@@ -333,45 +322,40 @@ def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
     assert refused == {(400, "body: has more lists, objects, strings or entries than any request")}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/v1/completions", b"{", 400),
-        ("/v1/completions", b"[" * 5000, 400),
-        ("/v1/completions", {"prompt": "a", "\ud800": 1}, 400),
-        ("/tokenize", {"prompt": "\ud800"}, 400),
-        ("/v1/completions", b"x" * (2 << 20), 413),
-        ("/v1/completions", None, 405),
-        ("/v1/nothing", None, 404),
-        ("/v1/completions", '{"prompt": "a"}'.encode("utf-16"), 400),
-        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 257}, 400),
-        ("/detokenize", {"tokens": [5] * 5000}, 400),
-        ("/health", None, 200),
-        ("/ready", None, 200),
-        ("/version", None, 200),
-        ("/v1/models", None, 200),
-        ("/v1/models/target", None, 200),
-        ("/v1/models/other", None, 404),
-        ("/tokenize", {"messages": CHAT}, 200),
-        ("/tokenize", {}, 400),
-        ("/detokenize", {"tokens": [5, 6]}, 200),
-        ("/detokenize", {"tokens": [99_999_999]}, 400),
-        ("/openapi.json", None, 200),
-        ("/docs", None, 200),
+CALLS: dict[int, list[tuple[str, Any]]] = {
+    200: [
+        *((path, None) for path in ("/health", "/ready", "/version", "/v1/models", "/v1/models/target")),
+        *((path, None) for path in ("/openapi.json", "/docs", "/metrics")),
+        ("/tokenize", {"messages": CHAT}),
+        ("/detokenize", {"tokens": [5, 6]}),
     ],
-)
-def test_every_call_is_answered_in_its_form(stack: Stack, path: str, body: Any, status: int) -> None:
-    got, headers, data = asked(stack, path, body)
-    assert got == status, data
-    if status >= 400:
-        assert json.loads(data)["error"]["message"]
-    if status == 404 and path != "/v1/models/other":
-        assert json.loads(data)["error"]["message"] == "it is not served here; /docs lists what is"
-    assert "uvicorn" not in headers.get("server", "")
+    400: [
+        *(("/v1/completions", body) for body in (b"{", b"[" * 5000, {"prompt": "a", "\ud800": 1})),
+        ("/v1/completions", '{"prompt": "a"}'.encode("utf-16")),
+        *(("/tokenize", body) for body in ({}, {"prompt": "\ud800"})),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 257}),
+        *(("/detokenize", {"tokens": tokens}) for tokens in ([5] * 5000, [99_999_999])),
+    ],
+    404: [("/v1/nothing", None), ("/v1/models/other", None)],
+    405: [("/v1/completions", None)],
+    413: [("/v1/completions", b"x" * (2 << 20))],
+}
+
+
+def test_every_call_is_answered_in_its_form(stack: Stack) -> None:
+    for status, calls in CALLS.items():
+        for path, body in calls:
+            answered, headers, data = call(stack, path, body)
+            assert answered == status, (path, data)
+            assert "uvicorn" not in headers.get("server", "")
+            message = json.loads(data)["error"]["message"] if status >= 400 else ""
+            assert bool(message) == (status >= 400)
+            if path == "/v1/nothing":
+                assert message == "it is not served here; /docs lists what is"
 
 
 def test_the_description_lists_every_path_and_field(stack: Stack) -> None:
-    described = json.loads(asked(stack, "/openapi.json")[2])
+    described = json.loads(call(stack, "/openapi.json")[2])
     for methods in described["paths"].values():
         for method in methods.values():
             assert len(method["description"]) > 9
@@ -380,13 +364,10 @@ def test_the_description_lists_every_path_and_field(stack: Stack) -> None:
     assert {"messages", "prompt", "policy", "include_usage"} <= names
 
 
-def test_a_body_that_is_not_declared_as_json_is_none(stack: Stack) -> None:
-    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
-    for kind in ({"Content-Type": "text/plain"}, {}):
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 1}), kind)
-        response = connection.getresponse()
-        said = json.loads(response.read())["error"]["message"]
-        assert (response.status, said) == (415, "send Content-Type: application/json")
+@pytest.mark.parametrize("kind", ["text/plain", ""])
+def test_a_body_that_is_not_declared_as_json_is_none(stack: Stack, kind: str) -> None:
+    status, _, data = call(stack, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, kind)
+    assert (status, json.loads(data)["error"]["message"]) == (415, "send Content-Type: application/json")
 
 
 NAMES = (
@@ -410,7 +391,7 @@ def test_no_body_is_an_internal_error(stack: Stack, path: str, body: dict[str, A
     if valid:  # but for one field or two
         base = {"messages": CHAT} if "chat" in path else {"tokens": [1]} if path == "/detokenize" else {"prompt": "a"}
         body = {**base, **({"max_tokens": 2} if path.startswith("/v1") else {}), **dict(list(body.items())[:2])}
-    status, _, data = asked(stack, path, body)
+    status, _, data = call(stack, path, body)
     assert status in (200, 400, 429), (status, data)
     if status == 400:
         assert json.loads(data)["error"]["type"] == "invalid_request_error"
@@ -430,17 +411,6 @@ def test_a_client_that_leaves_frees_its_seat_and_its_kv(stack: Stack, grpc_clien
     assert eventually(lambda: kv_used() > before and grpc_client.describe().running == 2, 10)
     connection.close()
     assert eventually(lambda: kv_used() <= before and not grpc_client.describe().running, 2)
-
-
-def test_a_full_server_says_when_to_come_back(stack: Stack, client: openai.OpenAI, grpc_client: Client) -> None:
-    connection = begun(stack, n=SEATS)
-    assert eventually(lambda: grpc_client.describe().running == SEATS, 10)
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.completions.create(model="target", prompt=PROMPT, max_tokens=1)
-    connection.close()
-    assert int(refused.value.response.headers["retry-after"]) >= 1
-    assert refused.value.type == "rate_limit_error"
-    assert eventually(lambda: not grpc_client.describe().running, 5)
 
 
 def test_drafts_and_their_metrics_are_told(client: openai.OpenAI) -> None:
@@ -466,40 +436,22 @@ def test_langchain_is_answered(url: str, grpc_client: Client) -> None:
         model.bind_tools([{"type": "function", "function": {"name": "f", "parameters": {}}}]).invoke(messages)
 
 
-CONTEXT, CONTINUATIONS = "def read_lines(path):\n    with open(path)", (" as file:", " elephant")
-
-
-def scores(reference: Reference) -> list[tuple[float, bool]]:
-    """Of each continuation: its log-probability behind the context, and whether greedy decoding would say it."""
-    context = reference.text.encode(CONTEXT)
-    found = []
-    for text in CONTINUATIONS:
-        ids = reference.text.encode(CONTEXT + text)
-        with torch.inference_mode():
-            rows = reference._model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-        rows, rest = rows[len(context) - 1 : -1], torch.tensor(ids[len(context) :])
-        greedy = bool((rows.argmax(-1) == rest).all())
-        found.append((float(rows.gather(1, rest[:, None]).sum()), greedy))
-    return found
-
-
-@pytest.fixture(scope="module")
-def reference(stack: Stack) -> Reference:
-    return Reference(stack.spec.target, "float32")
-
-
-def test_log_likelihoods_are_the_targets_by_lm_evals_protocol(stack: Stack, reference: Reference) -> None:
+def test_log_likelihoods_are_the_targets_by_lm_evals_protocol(stack: Stack) -> None:
     """What lm-eval's local-completions sends for loglikelihood, and how it reads the answer."""
+    reference = Reference(stack.spec.target, "float32")
     context = len(reference.text.encode(CONTEXT))
-    prompts = [reference.text.encode(CONTEXT + text) for text in CONTINUATIONS]
+    prompts = [reference.text.encode(CONTEXT + text) for text in (" as file:", " elephant")]
     sent = {"model": "target", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-    status, _, data = asked(stack, "/v1/completions", {**sent, "echo": True})
+    status, _, data = call(stack, "/v1/completions", {**sent, "echo": True})
     assert status == 200, data
-    for choice, (wanted, greedy) in zip(json.loads(data)["choices"], scores(reference), strict=True):
+    for choice, ids in zip(json.loads(data)["choices"], prompts, strict=True):
+        with torch.inference_mode():
+            logits = reference._model(torch.tensor([ids])).logits[0, context - 1 : -1]
+        expected = logits.float().log_softmax(-1).gather(1, torch.tensor(ids[context:])[:, None])
         values = choice["logprobs"]["token_logprobs"][context:-1]
         best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][context:-1]]
-        assert sum(values) == pytest.approx(wanted, abs=1e-2)
-        assert (values == best) == greedy
+        assert sum(values) == pytest.approx(float(expected.sum()), abs=1e-2)
+        assert (values == best) == (logits.argmax(-1).tolist() == list(ids[context:]))
 
 
 def test_the_documented_examples_are_answered(url: str) -> None:
@@ -522,9 +474,7 @@ def test_a_server_that_stops_ends_a_stream_with_an_error(stack: Stack) -> None:
     rest = response.read().decode()
     try:
         assert first.startswith(b"data: {")
-        *_, error, done = [line.removeprefix("data: ") for line in rest.splitlines() if line.startswith("data: ")]
-        assert json.loads(error)["error"]["message"] == "the server is stopping"
-        assert done == "[DONE]"
+        assert parts_of(rest)[-1]["error"]["message"] == "the server is stopping"
     finally:
         address = stack.orchestrator.http
         assert stack.restart("orchestrator")

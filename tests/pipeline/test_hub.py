@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
+import re
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,8 +15,9 @@ from typing import ClassVar
 
 import pytest
 
-from coppice.cli import main
 from coppice.client.client import Client
+from coppice.commands.hub import find_model
+from coppice.errors import InvalidField
 from coppice.testing.reference import Reference
 from tests.tiny import make_target
 from tests.up import up
@@ -24,7 +25,6 @@ from tests.up import up
 NAME, TAG, COMMIT = "acme/tiny", "v1", "c0ffee" + 34 * "0"
 UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "original/model.safetensors", "consolidated.safetensors")
 PROMPT = (5, 80, 7, 80, 7, 80)
-COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -46,34 +46,28 @@ class FakeHub(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
-        api, files = f"/api/models/{NAME}", f"/{NAME}/resolve/{COMMIT}/"
+        api, files, content, error = f"/api/models/{NAME}", f"/{NAME}/resolve/{COMMIT}/", b"", ""
         if path == f"{api}/revision/{TAG}":
-            self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode(), body)
+            content = json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode()
         elif path == f"{api}/tree/{COMMIT}":
-            self._send(json.dumps([self._entry(file) for file in self.folder.rglob("*.*")]).encode(), body)
+            content = json.dumps([self._entry(file) for file in self.folder.rglob("*.*")]).encode()
         elif path.startswith(files):
             self.fetched.add(path.removeprefix(files))
-            self._send((self.folder / path.removeprefix(files)).read_bytes(), body)
+            content = (self.folder / path.removeprefix(files)).read_bytes()
         else:
-            self._send(b"", body, "RevisionNotFound" if path.startswith(api) else "RepoNotFound")
-
-    def _entry(self, file: Path) -> dict[str, object]:
-        content = file.read_bytes()
-        path = str(file.relative_to(self.folder))
-        return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-
-    def _send(self, content: bytes, body: bool, error: str = "") -> None:
+            error = "RevisionNotFound" if path.startswith(api) else "RepoNotFound"
         self.send_response(404 if error else 200)
-        for name, value in {
-            "Content-Length": str(len(content)),
-            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
-            "X-Error-Code": error,
-        }.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Error-Code", error)
         self.end_headers()
         if body:
             self.wfile.write(content)
+
+    def _entry(self, file: Path) -> dict[str, object]:
+        content, path = file.read_bytes(), str(file.relative_to(self.folder))
+        return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
 @pytest.fixture(scope="module")
@@ -98,68 +92,51 @@ def hub(target: Path) -> Iterator[str]:
         thread.join()
 
 
-def variables(hub: str, cache: Path, **more: str) -> dict[str, str]:
-    """The environment of a command that goes to this hub with this cache."""
-    told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "COPPICE_"))}
-    return {**told, "HF_ENDPOINT": hub, "HF_HOME": str(cache), **more}
-
-
-def refused(hub: str, cache: Path, *arguments: str, **more: str) -> str:
-    """What `coppice up ARGUMENTS` says when it ends with a usage error."""
-    command = [*COPPICE, "up", *arguments]
-    run = subprocess.run(command, env=variables(hub, cache, **more), capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (2, ""), run.stderr
-    return run.stderr
-
-
 def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(hub: str, target: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
-    command = [*COPPICE, "up", NAME, "--revision", TAG, "--head", "own=lookup"]
+    command = [sys.executable, "-c", "from coppice.cli import main; main()", "up", NAME, "--revision", TAG]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "COPPICE_"))}
+    variables |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
     with (
-        up(command, ready, variables(hub, tmp_path / "cache")) as process,
+        up([*command, "--head", "own=lookup"], ready, variables) as process,
         Client(json.loads(ready.read_text())["address"]) as client,
     ):
         assert client.describe().name == NAME
         ids = client.generate(PROMPT, max_new_tokens=16, ignore_eos=True).ids
         process.terminate()
-        assert "Fetching" in process.communicate(timeout=30)[1]  # progress
+        assert "Fetching" in process.communicate(timeout=60)[1]  # progress
     assert ids == Reference(target, "float32", threads=1).greedy(PROMPT, 16).ids
-    wanted = {str(file.relative_to(target)) for file in target.rglob("*.*")} - set(UNWANTED)
-    assert FakeHub.fetched == wanted
-
-
-def test_what_needs_no_hub_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cases: list[tuple[list[str], str]] = [
-        (["a/b/c"], "MODEL: a/b/c is neither a folder nor a name"),
-        ([".", "--revision", TAG], "revision: is a MODEL's of the Hub"),
-        (["--revision", TAG], "revision: is a MODEL's of the Hub"),
-        ([NAME, "--target", "."], "same thing as --target"),
-    ]
-    monkeypatch.setenv("COLUMNS", "200")
-    for arguments, why in cases:
-        monkeypatch.setattr(sys, "argv", ["coppice", "up", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        assert why in capsys.readouterr().err
-
-
-def test_without_a_network_it_says_so_at_once(tmp_path: Path) -> None:
-    told = refused("http://127.0.0.1:1", tmp_path, NAME)
-    why = f"{NAME} is no folder, the cache does not hold it whole, and http://127.0.0.1:1 does not answer"
-    assert told == f"coppice: MODEL: {why}\n"
+    expected = {str(file.relative_to(target)) for file in target.rglob("*.*")} - set(UNWANTED)
+    assert FakeHub.fetched == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "why"),
+    ("model", "folder", "revision", "variables", "reason"),
     [
-        (["acme/none"], {}, "MODEL: acme/none is no folder, and no model at http"),
-        ([NAME, "--revision", "v9"], {}, f"revision: {NAME} has no revision v9"),
-        ([NAME], {"COPPICE_SERVER__PRODUCTION": "true"}, "in production"),
+        ("a/b/c", None, None, {}, "MODEL: a/b/c is neither a folder nor a name"),
+        (".", None, TAG, {}, "revision: is a MODEL's of the Hub"),
+        (None, None, TAG, {}, "revision: is a MODEL's of the Hub"),
+        (NAME, Path(), None, {}, "same thing as --target"),
+        ("acme/none", None, None, {}, "MODEL: acme/none is no folder, and no model at http"),
+        (NAME, None, "v9", {}, f"revision: {NAME} has no revision v9"),
+        (NAME, None, None, {"COPPICE_SERVER__PRODUCTION": "true"}, "in production"),
+        (NAME, None, None, {"HF_ENDPOINT": "http://127.0.0.1:1"}, "and http://127.0.0.1:1 does not answer"),
     ],
 )
 def test_what_cannot_be_fetched_is_named(
-    arguments: list[str], variables: dict[str, str], why: str, hub: str, tmp_path: Path
+    model: str | None,
+    folder: Path | None,
+    revision: str | None,
+    variables: dict[str, str],
+    reason: str,
+    hub: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert why in refused(hub, tmp_path, *arguments, **variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", variables.get("HF_ENDPOINT", hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InvalidField, match=re.escape(reason)):
+        find_model(model, folder, revision)
     assert FakeHub.fetched == set()

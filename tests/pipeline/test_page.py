@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from coppice.stack.launch import Stack
 from orchestrator.http.app import FILES, HEADERS, is_page_served
 from tests.browser import CHROMIUM, chromium, until, visiting
 from tests.node import node_modules
+from tests.pipeline.conftest import call, parts_of
 
 ROOT = Path(__file__).parents[2]
 PROMPT, TOKENS = "def read_lines(path):\n", 48
@@ -60,22 +60,6 @@ def axe(pytestconfig: pytest.Config) -> str:
     return (node_modules(pytestconfig, "axe", "axe-core@4") / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
-def asked(stack: Stack, path: str, body: Any = None) -> tuple[int, Any, bytes]:
-    """Status, headers and body of one call."""
-    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
-    data = None if body is None else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    return response.status, response.headers, response.read()
-
-
-def events_of(stream: str) -> list[dict[str, Any]]:
-    """The events of a trace's stream."""
-    *events, done = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
-    assert done == "[DONE]"
-    return list(map(json.loads, events))
-
-
 def generate(page: Page, **fields: str) -> list[dict[str, Any]]:
     """Have the playground generate an answer; the events that its stream held."""
     form = page.locator("#ask")
@@ -88,7 +72,7 @@ def generate(page: Page, **fields: str) -> list[dict[str, Any]]:
     page.evaluate(TAP)
     form.get_by_role("button", name="Generate").click()
     until(page, "shown.finished && text.spans.length === shown.tokens.length")
-    return events_of(page.evaluate("streamed"))
+    return parts_of(page.evaluate("streamed"))
 
 
 def open_trace(page: Page, trace: dict[str, Any]) -> None:
@@ -255,19 +239,17 @@ def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None
         shown_as_text(alone)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_a_file_that_is_no_trace_is_refused_in_a_line(page: Page) -> None:
+    uneven = {"ids": [1], "origins": [], "pieces": [], "log_probs": []}
+    for change, reason in (
         ({"format": "other"}, "its format"),
         ({"events": []}, "does not begin"),
-        ({"events": [{"chunk": {"ids": [1], "origins": [], "pieces": [], "log_probs": []}}]}, "differ in length"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_in_a_line(page: Page, change: dict[str, Any], says: str) -> None:
-    content = json.dumps(made_trace(["a"]) | change).encode()
-    page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
-    expect(page.locator("#ask-error")).to_contain_text("This file is not a trace")
-    expect(page.locator("#ask-error")).to_contain_text(says)
+        ({"events": [{"chunk": uneven}]}, "differ in length"),
+    ):
+        content = json.dumps(made_trace(["a"]) | change).encode()
+        page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
+        expect(page.locator("#ask-error")).to_contain_text("This file is not a trace")
+        expect(page.locator("#ask-error")).to_contain_text(reason)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -291,24 +273,20 @@ def test_nothing_serious_stands_in_the_way_of_people_who_cannot_see_well(
             assert serious == set()
 
 
-@pytest.mark.parametrize("width", [360, 2560])
-def test_no_width_scrolls_sideways(browser: Browser, stack: Stack, width: int) -> None:
-    size = {"width": width, "height": 900}
-    with visiting(browser, f"http://{stack.orchestrator.http}/", viewport=size) as page:
+@pytest.mark.parametrize(("width", "height"), [(360, 900), (2560, 900), (1280, 500)])
+def test_no_width_scrolls_sideways_and_a_named_view_opens_at_its_top(
+    browser: Browser, stack: Stack, width: int, height: int
+) -> None:
+    address, size = f"http://{stack.orchestrator.http}/", {"width": width, "height": height}
+    with visiting(browser, f"{address}#compare", viewport=size) as page:
         expect(page.locator("#model")).to_contain_text("float32")
+        assert height > 500 or page.evaluate("document.documentElement.scrollHeight") > height
+        assert page.evaluate("scrollY") == 0
         open_trace(page, made_trace(["word " * 30], [f"node{at}" for at in range(20)]))
         for view in ("playground", "compare"):
-            page.goto(f"http://{stack.orchestrator.http}/#{view}")
+            page.goto(f"{address}#{view}")
             expect(page.locator(f"#{view}")).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_an_address_that_names_a_view_opens_it_at_its_top(browser: Browser, stack: Stack) -> None:
-    size = {"width": 1280, "height": 500}
-    with visiting(browser, f"http://{stack.orchestrator.http}/#compare", viewport=size) as page:
-        expect(page.locator("#model")).to_contain_text("float32")
-        assert page.evaluate("document.documentElement.scrollHeight") > size["height"]
-        assert page.evaluate("scrollY") == 0
 
 
 def test_a_conversation_goes_on(page: Page) -> None:
@@ -322,9 +300,9 @@ def test_a_conversation_goes_on(page: Page) -> None:
 
 
 def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -> None:
-    status, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "n": 2})
+    status, _, body = call(stack, "/trace/completions", {"prompt": PROMPT, "n": 2})
     assert (status, json.loads(body)["error"]["param"]) == (400, "n")
-    _, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "budget": 999})
+    _, _, body = call(stack, "/trace/completions", {"prompt": PROMPT, "budget": 999})
     page = browser.new_page()  # whose console tells of the refusal
     page.goto(f"http://{stack.orchestrator.http}/")
     expect(page.locator("#model")).to_contain_text("float32")
@@ -338,27 +316,21 @@ def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -
 
 def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:
     for path in FILES:
-        status, headers, _ = asked(stack, path)
+        status, headers, _ = call(stack, path)
         assert status == 200
-        assert {name: headers[name] for name in HEADERS} == HEADERS
+        assert {name: headers[name.lower()] for name in HEADERS} == HEADERS
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
-    status, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 8})
-    *_, finished = events_of(body.decode())
+    status, _, body = call(stack, "/trace/completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 8})
+    *_, finished = parts_of(body.decode())
     assert (status, finished["finished"]["new_tokens"]) == (200, 8)
     assert math.isclose(sum(finished["finished"]["accept_lengths"]), 7)
 
 
-@pytest.mark.parametrize(
-    ("flags", "served"),
-    [
-        ([], True),
-        (["--server.host", "0.0.0.0"], False),
-        (["--server.host", "0.0.0.0", "--orchestrator.page", "always"], True),
-        (["--orchestrator.page", "never"], False),
-    ],
-)
-def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: bool) -> None:
-    assert is_page_served(load_settings(flags)) is served
+def test_by_default_the_page_is_for_loopback_alone() -> None:
+    anywhere = ["--server.host", "0.0.0.0"]
+    always, never = (["--orchestrator.page", when] for when in ("always", "never"))
+    flags = ([], anywhere, [*anywhere, *always], never)
+    assert [is_page_served(load_settings(each)) for each in flags] == [True, False, True, False]
 
 
 def test_heads_have_the_colour_of_their_kind_and_others_one_that_no_kind_has(page: Page) -> None:
