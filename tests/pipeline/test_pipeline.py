@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,37 +16,66 @@ from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import Chunk, Origin, Timings
 from tests.pipeline.conftest import VOCAB, described
+from tests.tiny import make_target
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
 NEW = 40
 POLICIES = ("plain", "single:self", "single:lookup", "route", "merge", "auto")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_text_is_generates_under_every_policy_and_budget(
-    client: Client, reference: Reference, policy: str
-) -> None:
+BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
+ALL = SamplingParams(
+    temperature=0.8,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.6,
+    presence_penalty=-0.4,
+    logit_bias=BIAS,
+    seed=11,
+)
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "penalised": SamplingParams(repetition_penalty=1.3),
+    "sampled": SamplingParams(temperature=1.0, seed=5),
+    "truncated": SamplingParams(temperature=1.0, seed=5, top_p=0.8, top_k=40),
+    "everything": ALL,
+    "everything, greedy": ALL.model_copy(update={"temperature": 0.0, "min_p": 0.0}),
+}
+TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_text_is_the_targets_under_every_policy_and_budget(client: Client, reference: Reference, name: str) -> None:
+    """Transformers says it of greedy text itself; of any other it judges what plain decoding draws."""
+    sampling = SAMPLINGS[name]
     for number, prompt in enumerate(PROMPTS[:3]):
-        expected = reference.greedy(prompt, NEW).ids
-        for budget in (0, 1, 8, 31, 60) if number == 0 else (31,):
-            answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=NEW, ignore_eos=True)
-            assert answer.ids == expected, (policy, budget)
+        plain = client.generate(prompt, policy="plain", sampling=sampling, **TOLD).ids
+        if name in ("greedy", "penalised"):
+            assert plain == reference.generate(prompt, NEW, sampling).ids
+        else:
+            assert reference.judge(prompt, plain, sampling) == "identical"
+        for at, policy in enumerate(POLICIES[1:]):
+            for budget in (0, 1, 8, 31, 60) if number == 0 and name == "greedy" else ((None, 60)[(at + number) % 2],):
+                answer = client.generate(prompt, policy=policy, budget=budget, sampling=sampling, **TOLD)
+                assert answer.ids == plain, (policy, budget)
+        held = (1, 20, NEW - 1)[number]
+        rest = client.generate(prompt, policy="merge", sampling=sampling, resume_ids=plain[:held], **TOLD)
+        assert rest.ids == plain[held:]
 
 
-@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.8, "top_k": 40}])
-def test_sampled_text_is_plains_under_every_policy(client: Client, truncated: dict[str, float]) -> None:
-    told = {"max_new_tokens": NEW, "ignore_eos": True, "sampling": SamplingParams(temperature=1.0, seed=5, **truncated)}
-    plain = client.generate(PROMPTS[1], policy="plain", **told)
-    for policy in POLICIES[1:]:
-        assert client.generate(PROMPTS[1], policy=policy, **told).ids == plain.ids, policy
-    assert client.generate(PROMPTS[1], policy="merge", coupled=False, **told).ids == plain.ids
-    other = told | {"sampling": SamplingParams(temperature=1.0, seed=6)}
-    assert client.generate(PROMPTS[1], policy="plain", **other).ids != plain.ids
+def test_another_seed_and_a_penalty_change_the_text_and_coupling_does_not(client: Client) -> None:
+    def text(sampling: SamplingParams, **told: Any) -> tuple[int, ...]:
+        return client.generate(PROMPTS[1], policy="merge", sampling=sampling, **told, **TOLD).ids
+
+    texts = {name: text(sampling) for name, sampling in SAMPLINGS.items()}
+    assert len({*texts.values(), text(SamplingParams(temperature=1.0, seed=6))}) == len(texts) + 1
+    assert text(SAMPLINGS["sampled"], coupled=False) == texts["sampled"]
 
 
 def test_a_perfect_head_is_accepted_and_coupling_makes_it_guess_the_draw(client: Client) -> None:
@@ -56,14 +87,11 @@ def test_a_perfect_head_is_accepted_and_coupling_makes_it_guess_the_draw(client:
 
 
 async def test_sessions_of_all_lengths_packed_together_change_nothing(stack: Stack, client: Client) -> None:
-    told = {"max_new_tokens": NEW, "ignore_eos": True}
-    alone = {prompt: client.generate(prompt, policy="plain", **told).ids for prompt in PROMPTS}
+    alone = {prompt: client.generate(prompt, policy="plain", **TOLD).ids for prompt in PROMPTS}
+    asked = [(PROMPTS[n % len(PROMPTS)], random.Random(n).choice(POLICIES)) for n in range(24)]
     async with AsyncClient(stack.address) as many:
-        policies = [random.Random(n).choice(POLICIES) for n in range(24)]
-        answers = await asyncio.gather(
-            *(many.generate(PROMPTS[n % len(PROMPTS)], policy=policy, **told) for n, policy in enumerate(policies))
-        )
-    assert [answer.ids for answer in answers] == [alone[PROMPTS[n % len(PROMPTS)]] for n in range(24)]
+        answers = await asyncio.gather(*(many.generate(prompt, policy=policy, **TOLD) for prompt, policy in asked))
+    assert [answer.ids for answer in answers] == [alone[prompt] for prompt, _ in asked]
 
 
 def test_counts_add_up(client: Client) -> None:
@@ -166,16 +194,14 @@ def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ende
             client.generate(PROMPTS[1], resume_ids=[*ids, 7], **told)
 
 
-def test_log_probs_are_the_targets(client: Client, reference: Reference) -> None:
-    told = {"max_new_tokens": 16, "ignore_eos": True, "log_probs": True, "seed": 0}
-    greedy = client.generate(PROMPTS[1], **told)
-    sampled = client.generate(PROMPTS[1], temperature=1.0, policy="merge", **told)
-    for answer in (greedy, sampled):
-        torch, model = reference._torch, reference._model
-        with torch.inference_mode():
-            rows = model(torch.tensor([[*PROMPTS[1], *answer.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1].log_softmax(-1)
-        expected = rows[torch.arange(16), torch.tensor(answer.ids)].tolist()
-        assert answer.log_probs == pytest.approx(expected, abs=1e-3)
+@pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
+def test_log_probs_are_those_of_the_targets_unadjusted_row(client: Client, reference: Reference, name: str) -> None:
+    answer = client.generate(PROMPTS[1], sampling=SAMPLINGS[name], policy="merge", log_probs=True, **TOLD)
+    torch, model = reference._torch, reference._model
+    with torch.inference_mode():
+        rows = model(torch.tensor([[*PROMPTS[1], *answer.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1].log_softmax(-1)
+    expected = rows[torch.arange(NEW), torch.tensor(answer.ids)].tolist()
+    assert answer.log_probs == pytest.approx(expected, abs=1e-3)
 
 
 def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
@@ -187,6 +213,42 @@ def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
     assert again == {answer.ids}  # while no draft is late, a chain is as long as the budget says
     with pytest.raises(InvalidField, match="accept_rule"):
         client.generate(PROMPTS[1], policy="route", **told)
+    biased = told | {"policy": "single:self", "logit_bias": dict.fromkeys(range(100), -100.0)}
+    assert (
+        min(token for seed in range(4) for token in client.generate(PROMPTS[1], **biased | {"seed": seed}).ids) >= 100
+    )
+
+
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose own configuration penalises repetition."""
+    folder = make_target(tmp_path_factory.mktemp("penalised"), VOCAB, layers=6)
+    file = folder / "generation_config.json"
+    own = {"repetition_penalty": 1.25, "temperature": 0.6, "do_sample": True}
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | own), encoding="utf-8")
+    return folder
+
+
+def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path) -> None:
+    reference = Reference(penalised, "float32", threads=1)
+    spec = StackSpec(
+        target=penalised,
+        heads=(HeadSpec("self", "lm", penalised),),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
+    )
+    with Stack(spec, log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
+        assert client.describe().repetition_penalty == 1.25
+        expected = reference.greedy(PROMPTS[0], NEW).ids
+        assert expected == reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.25)).ids
+        for policy in ("plain", "single:self", "auto"):
+            assert client.generate(PROMPTS[0], policy=policy, **TOLD).ids == expected, policy
+        without = reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.0)).ids
+        assert client.generate(PROMPTS[0], repetition_penalty=1.0, **TOLD).ids == without != expected
+        sampled = client.generate(PROMPTS[0], temperature=0.8, seed=3, policy="single:self", **TOLD)
+        assert reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3)) == "identical"
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The prefix cache through a pipeline of processes: exact under load, evictions and kills, and each client's own."""
+"""The prefix cache and a look-up head's memory through a pipeline of processes: exact under load, evictions and kills,
+and each client's own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 60
-CLIENTS = ("alice", "bob")
+CLIENTS, SECOND = ("alice", "bob"), "another token of alice"
 POLICIES = ("plain", "single:eagle", "single:lookup", "merge")
 
 
@@ -40,15 +42,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens_of(folder: Path) -> Path:
-    """The file of the clients' tokens, which are their names."""
+    """The file of the clients' tokens, which are their names; alice has another one."""
     tokens = folder / "tokens"
-    tokens.write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in CLIENTS))
+    bearers = {**{name: name for name in CLIENTS}, SECOND: "alice"}
+    tokens.write_text("".join(f"{name} {sha256(token.encode()).hexdigest()}\n" for token, name in bearers.items()))
     return tokens
 
 
 @pytest.fixture(scope="module")
 def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two clients, and two verifiers with room for some sessions and little else."""
+    """Two clients, two verifiers with room for some sessions and little else, and a look-up head that remembers."""
     tokens = tokens_of(tmp_path_factory.mktemp("tokens"))
     told = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.tokens": tokens, "orchestrator.http_port": 0}
     head = save_random(tmp_path_factory.mktemp("eagle"), "eagle3", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2)
@@ -59,7 +62,11 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         verifier_threads=1,
         drafter_threads=1,
         verifiers=2,
-        extra={"verifier": {"verifier.kv_tokens": 2048}, "orchestrator": told},
+        extra={
+            "verifier": {"verifier.kv_tokens": 2048},
+            "drafter": {"drafter.memory_tokens": 1_000_000},
+            "orchestrator": told,
+        },
     )
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
@@ -74,6 +81,44 @@ def in_use(stack: Stack) -> list[TargetDescription]:
     verifiers = [ready.address for ready in stack.services.values() if ready.role == "verifier"]
     told = [asyncio.run(described(address)) for address in verifiers]
     return [one for one in told if one.sessions or one.kv_tokens_used]
+
+
+def asked(stack: Stack, name: str, prompt: tuple[int, ...], **told: Any) -> Completion:
+    with Client(stack.address, dialer=Dialer(token=name)) as client:
+        return client.generate(prompt, **{"max_new_tokens": NEW, "ignore_eos": True, **told})
+
+
+def remembered(stack: Stack) -> float:
+    """Tokens of ended sessions that the look-up head drafts from; the tests below begin with none."""
+    return metric(stack.services["drafter-lookup"].metrics, "coppice_drafter_memory_tokens")
+
+
+def test_a_client_drafts_from_its_own_earlier_texts_and_from_no_others(stack: Stack) -> None:
+    told: dict[str, Any] = {"budget": 31, "temperature": 1.0, "seed": 5, "max_new_tokens": 64, "trees": True}
+
+    def drafted(token: str, prompt: tuple[int, ...]) -> Completion:
+        """An answer whose look-up session has ended for the drafter too."""
+        before = remembered(stack)
+        answer = asked(stack, token, prompt, policy="single:lookup", **told)
+        assert eventually(lambda: remembered(stack) > before)
+        return answer
+
+    first, second = (random_ids(random.Random(seed), 12) for seed in (20, 21))
+    plain = asked(stack, "alice", first, policy="plain", **told)
+    cold, again, other_token, other = (drafted(token, first) for token in ("alice", "alice", SECOND, "bob"))
+    assert {answer.ids for answer in (cold, again, other_token, other)} == {plain.ids}
+    assert min(again.tau, other_token.tau) > 3 * cold.tau
+    shapes = [[(tree.root, tree.tokens, tree.parents) for tree in answer.trees] for answer in (cold, other)]
+    assert shapes[0] == shapes[1]
+
+    before = remembered(stack)  # what comes over HTTP is remembered for the same client
+    body: Any = {"policy": "single:lookup", "ignore_eos": True}
+    with openai.OpenAI(base_url=f"http://{stack.orchestrator.http}/v1", api_key="bob", max_retries=0) as asking:
+        asking.completions.create(
+            prompt=list(second), model="", max_tokens=64, temperature=1.0, seed=5, extra_body=body
+        )
+    assert eventually(lambda: remembered(stack) > before)
+    assert drafted("bob", second).tau > 3 * drafted("alice", second).tau
 
 
 async def chat(client: AsyncClient, choose: random.Random, texts: list[tuple[int, ...]]) -> Completion | None:
@@ -120,11 +165,6 @@ def test_many_chats_that_fork_and_end_anyhow_have_the_texts_of_chats_that_share_
     assert eventually(lambda: not in_use(stack), 20)
     verifiers = [ready.metrics for ready in stack.services.values() if ready.role == "verifier"]
     assert all(metric(address, "coppice_verifier_prefix_cache_tokens") <= 2048 for address in verifiers)
-
-
-def asked(stack: Stack, name: str, prompt: tuple[int, ...], **told: Any) -> Completion:
-    with Client(stack.address, dialer=Dialer(token=name)) as client:
-        return client.generate(prompt, max_new_tokens=NEW, ignore_eos=True, **told)
 
 
 def test_a_client_is_served_its_own_texts_alone_and_it_is_counted(stack: Stack) -> None:

@@ -45,28 +45,22 @@ def context(sessions: dict[str, float], replicas: int, now: float = 0.0, state: 
 
 
 @pytest.mark.parametrize(
-    ("sessions", "wanted"),
+    ("sessions", "running", "replicas"),
     [
-        ({"r0": 4.0}, 1),
-        ({"r0": 4.1}, 2),
-        ({"r0": 12.0}, 3),
-        ({"r0": 4.0000001, "r1": 3.9999999}, 2),  # averages are not exact
-        ({"r0": 1.0, "r1": 1.0, "r2": 1.0}, 1),
-        ({"r0": 8.0, "r1": 0.0, "r2": 0.0}, 2),  # the sessions are what counts, wherever they are
-        ({"r0": 0.0}, 0),  # Serve keeps min_replicas
+        ({"r0": 4.0}, 1, 1),
+        ({"r0": 4.1}, 1, 2),
+        ({"r0": 4.0000001, "r1": 3.9999999}, 2, 2),  # averages are not exact
+        ({"r0": 8.0, "r1": 0.0, "r2": 0.0}, 3, 2),  # the sessions are what counts, wherever they are
+        ({"r0": 0.0}, 1, 0),  # Serve keeps min_replicas
+        # Nothing is taken away while a replica has not said what it holds.
+        ({}, 3, 3),
+        ({"r0": 1.0}, 3, 3),
+        ({"r0": 20.0}, 3, 5),
+        ({"gone": 0.0}, 1, 1),
     ],
 )
-def test_there_are_replicas_for_all_sessions(sessions: dict[str, float], wanted: int) -> None:
-    assert scale_by_sessions(context(sessions, len(sessions)))[0] == wanted
-
-
-@pytest.mark.parametrize(
-    ("sessions", "replicas", "wanted"), [({}, 3, 3), ({"r0": 1.0}, 3, 3), ({"r0": 20.0}, 3, 5), ({"gone": 0.0}, 1, 1)]
-)
-def test_nothing_is_taken_away_while_a_replica_has_not_said_what_it_holds(
-    sessions: dict[str, float], replicas: int, wanted: int
-) -> None:
-    assert scale_by_sessions(context(sessions, replicas))[0] == wanted
+def test_there_are_replicas_for_all_sessions(sessions: dict[str, float], running: int, replicas: int) -> None:
+    assert scale_by_sessions(context(sessions, running))[0] == replicas
 
 
 @pytest.mark.parametrize(

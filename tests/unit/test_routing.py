@@ -28,26 +28,15 @@ def logit(probs: FloatArray) -> FloatArray:
     return logits
 
 
-def claimed_chain(rng: np.random.Generator) -> tuple[DraftTree, FloatArray]:
-    """A chain of four nodes with the conditional probabilities its head claims."""
-    claimed = rng.uniform(0.05, 0.95, 4)
-    return DraftTree.chain(np.arange(4), np.cumsum(np.log(claimed))), claimed
-
-
-def live(calibration: Calibration, scale: float, shift: float, seed: int, steps: int = STEPS) -> None:
-    """Show `steps` steps of a head whose nodes are accepted with sigmoid(scale * logit(claimed) + shift)."""
+def live(calibration: Calibration, scale: float, shift: float, seed: int) -> None:
+    """Show it steps of a head whose nodes are accepted with sigmoid(scale * logit(claimed) + shift)."""
     rng = np.random.default_rng(seed)
-    for _ in range(steps):
-        tree, claimed = claimed_chain(rng)
+    for _ in range(STEPS):
+        claimed = rng.uniform(0.05, 0.95, 4)
+        tree = DraftTree.chain(np.arange(4), np.cumsum(np.log(claimed)))
         hits = rng.random(4) < sigmoid(scale * logit(claimed) + shift)
         depth = 4 if hits.all() else int(np.argmin(hits))
-        continuation = [*range(depth), 99]
-        calibration.observe(step_log_probs(tree), *outcomes(tree, continuation))
-
-
-def calibrated(calibration: Calibration, claimed: FloatArray) -> FloatArray:
-    """What a calibration makes of single nodes."""
-    return np.array([np.exp(calibration.of(DraftTree.chain([1], [np.log(q)])).log_probs[0]) for q in claimed])
+        calibration.observe(step_log_probs(tree), *outcomes(tree, [*range(depth), 99]))
 
 
 CLAIMED = np.linspace(0.1, 0.9, 9)
@@ -63,7 +52,8 @@ def test_a_miscalibrated_head_is_corrected(scale: float, shift: float, seed: int
     calibration = Calibration()
     live(calibration, scale, shift, seed)
     true = sigmoid(scale * logit(CLAIMED) + shift)
-    before, after = np.abs(CLAIMED - true), np.abs(calibrated(calibration, CLAIMED) - true)
+    calibrated = [np.exp(calibration.of(DraftTree.chain([1], [np.log(q)])).log_probs[0]) for q in CLAIMED]
+    before, after = np.abs(CLAIMED - true), np.abs(np.array(calibrated) - true)
     assert (before.max() > 0.2) == ((scale, shift) != (1.0, 0.0))
     assert after.max() < 0.08
 
@@ -82,24 +72,11 @@ def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curva
         np.testing.assert_allclose([calibration.scale, calibration.shift], fitted, rtol=1e-9)
 
 
-def test_calibration_is_deterministic_and_finite_on_impossible_heads() -> None:
-    pairs = []
-    for _ in range(2):
-        calibration = Calibration()
-        for step in range(3_000):
-            calibration.observe(np.array([0.0, -200.0]), np.ones(2, np.bool_), np.array([False, step % 2 == 0]))
-        pairs.append((calibration.scale, calibration.shift))
-        assert np.isfinite(calibration.of(DraftTree.chain([1, 2, 3], [0.0, -1e-30, -300.0])).log_probs).all()
-    assert pairs[0] == pairs[1]
-
-
-def test_calibration_lets_an_honest_head_beat_a_boastful_one() -> None:
-    honest, boastful = Calibration(), Calibration()
-    live(honest, 1.0, 0.0, seed=4)
-    live(boastful, 1.0, -2.5, seed=5)
-    trees = [DraftTree.chain([1, 2], np.log([0.6, 0.36])), DraftTree.chain([3, 4], np.log([0.8, 0.64]))]
-    assert route(trees) == 1
-    assert route([one.of(tree) for one, tree in zip((honest, boastful), trees, strict=True)]) == 0
+def test_calibration_is_finite_on_impossible_heads() -> None:
+    calibration = Calibration()
+    for step in range(3_000):
+        calibration.observe(np.array([0.0, -200.0]), np.ones(2, np.bool_), np.array([False, step % 2 == 0]))
+    assert np.isfinite(calibration.of(DraftTree.chain([1, 2, 3], [0.0, -1e-30, -300.0])).log_probs).all()
 
 
 def test_the_tree_of_the_best_mean_of_confidences_is_routed_to_and_an_empty_one_never() -> None:
