@@ -24,10 +24,9 @@ from coppice.testing.reference import Reference
 from coppice.training.answers import Answer
 from coppice.training.heads import build_student, head_config
 from coppice.training.losses import HeadLoss, Student, Targets, Teacher, accepted_length, measure
-from coppice.wire.drafter import Advance, Rejection
 from lab.paper.heads import FalconHead, prior
 from lab.paper.rank import BranchingHead
-from lab.paper.training import LOSSES, begin, groups_visible, slot_states
+from lab.paper.training import LOSSES, begin, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
     GREEDY,
@@ -41,7 +40,6 @@ from tests.unit.test_feature_heads import (
     attention,
     best,
     check_steps,
-    drafted,
     opened,
     save_random,
 )
@@ -167,16 +165,6 @@ def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path,
     assert len(shapes[0]) == 31
 
 
-@pytest.mark.parametrize("kind", ["medusa", "parallelspec"])
-def test_a_head_that_no_adapter_trains_says_of_no_miss(kind: str, target: Path, tmp_path: Path) -> None:
-    head: Any = build_head(settings_of(kind, save_random(tmp_path, kind), target))
-    text = Text.random(20, 1)
-    opened(head, 0, text, 9, misses=True)
-    assert drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])[0]
-    rejection = Rejection(10, 0, text.ids[10])
-    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection)) is None
-
-
 class Kept(HeadContract):
     """The contract of heads, kept by a kind of the paper."""
 
@@ -198,16 +186,6 @@ class TestParallelspec(Kept):
 
 class TestFalcon(Kept):
     pass
-
-
-def test_a_mask_token_sees_its_own_group_and_the_prefix() -> None:
-    rows, slots = 3, 2
-    entries = [(row, -1) for row in range(rows)] + [(row, slot) for row in range(rows) for slot in range(slots)]
-    mask = groups_visible(rows, slots)
-    for line, (row, slot) in enumerate(entries):
-        for column, (other, their) in enumerate(entries):
-            seen = other <= row if their < 0 else slot >= 0 and other == row and their <= slot
-            assert bool(mask[line, column]) == seen
 
 
 @pytest.mark.parametrize("kind", KINDS)

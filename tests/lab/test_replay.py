@@ -10,21 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coppice.adaptation.signals import Sample
-from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.block_head import SpecBlockHead
-from coppice.prompts.files import demo_prompts
 from coppice.speculation.tree import DraftTree
 from coppice.training.answers import Answer
-from coppice.training.data import load_tokenizer
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
-from lab.paper.rank import answers, replay
-from services.adapter.decide import Arm
-from services.adapter.learn import Learner
-from tests.pushes import swap
+from lab.paper.rank import replay
 from tests.unit.test_head_commands import head, place
 
 __all__ = ["place"]
@@ -65,22 +57,6 @@ def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: 
     text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
     replayed = replay(Knowing(text.ids.tolist(), right), [(text, 4)], budget)  # type: ignore[arg-type]
     assert (replayed.tokens, replayed.steps) == (20, steps)
-
-
-def test_the_demo_head_of_code_learns_stories() -> None:
-    """An update from a story, drafting along the same story."""
-    prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:1]
-    tokenizer = load_tokenizer(DEMO / "target")
-    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
-    learner = Learner(DEMO / "specblock-code", DEMO / "target")
-    samples = [Sample("s", text.ids.numpy(), text.features[:-1].float().numpy().tobytes()) for text, _ in texts]
-    head = SpecBlockHead(
-        DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
-    )
-    before = replay(head, texts, 12).tau
-    _, tensors = learner.learn(Arm.FULL, {}, samples * 12, [])
-    swap(head, head.weights.changed(tensors, 1))
-    assert replay(head, texts, 12).tau > before + 0.3
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

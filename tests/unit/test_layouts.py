@@ -1,11 +1,9 @@
-"""Checkpoint layouts: loaded as their authors write them, written in our own; and what is refused, or costs tokens."""
+"""Checkpoint layouts: loaded as their authors write them, written in our own; and what is refused."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import (
     SHAPES,
@@ -23,12 +20,8 @@ from coppice.heads.checkpoints import (
     load_head,
     public_state,
     read_head,
-    read_output,
     save_head,
 )
-from coppice.training.answers import as_positions, write_answers
-from coppice.training.data import load_tokenizer
-from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 from services.adapter.learn import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
@@ -552,46 +545,3 @@ def test_the_feature_layers_of_an_eagle_config_are_read(target: Path, tmp_path: 
     config, tensors = eagle3()
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
     assert load_head("eagle3", written(tmp_path, (config, tensors)), target).config.feature_layers == (2, 3, 6)
-
-
-# --- what no loader can notice costs accepted tokens ---
-
-DEMO = Path(__file__).parents[2] / "models" / "demo"
-LONG = 64
-SEEN = (2, 3, 10, 11, 17, 18)
-"""layers of the target that the shipped DSpark head reads, and the ones behind them"""
-
-
-@pytest.fixture(scope="module")
-def accepted() -> Callable[..., float]:
-    """Tokens a step of the shipped DSpark head's chains, of which its config.json says something else."""
-    engine, tokenizer = load_engine(DEMO / "target", dtype="float32", kv_tokens=2048), load_tokenizer(DEMO / "target")
-    prompts = [
-        'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file as a list."""',
-        "Question: Tom reads 12 pages a day for 5 days. How many pages does he read?\nAnswer:",
-        "import os\nimport sys\n\n\ndef main(argv):\n",
-    ]
-    ids = [tokenizer.encode(prompt).ids for prompt in prompts]
-    answers = write_answers(engine, ids, [LONG] * len(ids), [0.7] * len(ids), 3, SEEN)
-
-    def length(folder: Path, share: float = 1.0, **changes: Any) -> float:
-        shutil.copytree(DEMO / "dspark-code", folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-        loaded = load_head("dspark", folder, DEMO / "target")
-        places = [SEEN.index(layer) for layer in loaded.config.feature_layers]
-        shape = (LONG, len(SEEN), loaded.config.hidden_size)
-        seen = [replace(each, features=each.features.view(shape)[:, places].flatten(1) * share) for each in answers]
-        read, positions = as_positions(seen)
-        teacher = Teacher(read, read_output(DEMO / "target"), loaded.model.target_ids)
-        return accepted_length(measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions))
-
-    return length
-
-
-def test_a_head_of_which_something_wrong_is_said_drafts_worse(accepted: Callable[..., float], tmp_path: Path) -> None:
-    honest = accepted(tmp_path / "honest")
-    assert accepted(tmp_path / "layers", target_layer_ids=[9, 1, 16]) < 0.995 * honest
-    assert accepted(tmp_path / "anchor", sample_from_anchor=False) < 0.93 * honest
-    assert accepted(tmp_path / "mask", mask_token_id=11) < 0.96 * honest
-    assert accepted(tmp_path / "blank", 0.0) < 0.7 * honest
