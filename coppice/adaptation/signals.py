@@ -35,7 +35,6 @@ log = structlog.get_logger()
 _PERIOD_S = 0.1  # between two batches
 _POLL_S = 1.0  # between two looks at the demand key
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
-_LOG_EVERY = 100  # refused entries of a key
 _BATCH_ENTRIES, _BATCH_BYTES = 256, 1 << 20
 
 Stream = Literal["queries", "samples"]
@@ -182,17 +181,6 @@ def _bytes(fields: Mapping[bytes, bytes], name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of a stream."""
-
-    stream: Stream
-    key: str
-    fields: Fields
-    size: int
-    """bytes"""
-
-
-@dataclass(frozen=True, slots=True)
 class Bounds:
     """How much may wait and be sent, and about how much a stream keeps."""
 
@@ -217,6 +205,10 @@ class SignalMetrics:
         self.dropped = counter("signals_dropped", "records that were dropped", ["stream", "reason"])
 
 
+_Entry = tuple[Stream, str, Fields]
+"""a record on its way, with its key"""
+
+
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
@@ -225,12 +217,12 @@ class Producer:
         self._metrics, self._heads, self._bounds = metrics, heads, bounds
         self._demands: dict[str, Demand] = {}
         self._lock = threading.Lock()  # of the queue
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[_Entry] = deque()
         self._bytes = 0
         self._allowance, self._allowed_at = float(bounds.bytes_per_s), time.monotonic()
         self._name = secrets.token_hex(8).encode()
         self._sent = Counter[str]()  # entries, by key: a reader sees by their numbers what it never got
-        self._refused = Counter[str]()  # entries that it refused, by key
+        self._refusing: set[str] = set()  # keys
         self._connection = Connection(url)
         self._polled_at = -math.inf
         self._stopping = asyncio.Event()
@@ -257,51 +249,49 @@ class Producer:
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
-        self._put("queries", head, query_to_fields(record))
+        self._put(("queries", redis_key(head, "queries"), query_to_fields(record)))
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
-        self._put("samples", head, sample_to_fields(sample))
+        self._put(("samples", redis_key(head, "samples"), sample_to_fields(sample)))
 
     # --- the queue ---
 
-    def _put(self, stream: Stream, head: str, fields: Fields) -> None:
-        entry = Entry(stream, redis_key(head, stream), fields, size_of(fields))
-        self._metrics.produced.labels(stream).inc()
+    def _put(self, entry: _Entry) -> None:
+        """Queue a record, or drop it where it would exceed a bound."""
+        bounds, size = self._bounds, size_of(entry[2])
+        self._metrics.produced.labels(entry[0]).inc()
         with self._lock:
-            refused = self._refuses(entry.size)
-            if not refused:
+            now = time.monotonic()
+            earned = (now - self._allowed_at) * bounds.bytes_per_s
+            self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
+            if size > bounds.entry_bytes:
+                reason = "oversized"
+            elif len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
+                reason = "full"
+            elif size > self._allowance:
+                reason = "rate"
+            else:
                 self._entries.append(entry)
-                self._bytes += entry.size
-                self._allowance -= entry.size
-        if refused:
-            self._drop([entry], refused)
+                self._bytes += size
+                self._allowance -= size
+                return
+        self._drop([entry], reason)
 
-    def _refuses(self, size: int) -> str:
-        """Return why an entry of this size may not wait here, "" if it may."""
-        bounds, now = self._bounds, time.monotonic()
-        earned = (now - self._allowed_at) * bounds.bytes_per_s
-        self._allowance, self._allowed_at = min(self._allowance + earned, bounds.bytes_per_s), now
-        if size > bounds.entry_bytes:
-            return "oversized"
-        if len(self._entries) >= bounds.queue_entries or self._bytes + size > bounds.queue_bytes:
-            return "full"
-        return "rate" if size > self._allowance else ""
-
-    def _batch(self) -> list[Entry]:
+    def _batch(self) -> list[_Entry]:
         """Remove the oldest entries, as many as make a batch."""
-        batch: list[Entry] = []
+        batch: list[_Entry] = []
         size = 0
         with self._lock:
             while self._entries and len(batch) < _BATCH_ENTRIES and size < _BATCH_BYTES:
                 batch.append(self._entries.popleft())
-                size += batch[-1].size
+                size += size_of(batch[-1][2])
             self._bytes -= size
         return batch
 
-    def _drop(self, entries: Sequence[Entry], reason: str) -> None:
-        for entry in entries:
-            self._metrics.dropped.labels(entry.stream, reason).inc()
+    def _drop(self, entries: Sequence[_Entry], reason: str) -> None:
+        for stream, *_ in entries:
+            self._metrics.dropped.labels(stream, reason).inc()
 
     # --- the task ---
 
@@ -310,7 +300,8 @@ class Producer:
         while True:
             last = self._stopping.is_set()
             try:
-                await self._poll()
+                if time.monotonic() - self._polled_at >= _POLL_S:
+                    await self._poll()
                 while batch := self._batch():
                     await self._send(batch)
                 backoff.succeed()
@@ -330,10 +321,7 @@ class Producer:
                     await self._stopping.wait()
 
     async def _poll(self) -> None:
-        """Look at the demand, at most once a second: that is also how a Redis that is back is noticed."""
-        now = time.monotonic()
-        if now - self._polled_at < _POLL_S:
-            return
+        """Look at the demand: that is also how a Redis that is back is noticed."""
         async with self._connection.exchange(TIMEOUT_S) as client:
             pipe = client.pipeline(transaction=False)
             pipe.ping()
@@ -341,27 +329,28 @@ class Producer:
                 pipe.get(redis_key(head, "demand"))
             _, *demands = await pipe.execute()
         self._demands = dict(zip(self._heads, map(read_demand, demands), strict=True))
-        self._polled_at = now
+        self._polled_at = time.monotonic()
 
-    async def _send(self, batch: Sequence[Entry]) -> None:
+    async def _send(self, batch: Sequence[_Entry]) -> None:
         """Send a batch in one round trip. It is not sent twice: when its answer is lost it counts as dropped."""
         bounds, answers = self._bounds, list[Any]()
         try:
             async with self._connection.exchange(TIMEOUT_S) as client:
                 pipe = client.pipeline(transaction=False)
-                for entry in batch:
-                    self._sent[entry.key] += 1
-                    fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(self._sent[entry.key])}
-                    most = min(bounds.stream_entries, max(1, bounds.stream_bytes // entry.size))
-                    pipe.xadd(entry.key, fields, maxlen=most, approximate=True)
+                for _, key, fields in batch:
+                    self._sent[key] += 1
+                    numbered: Any = {**fields, SENDER: self._name, NUMBER: str(self._sent[key])}
+                    most = min(bounds.stream_entries, max(1, bounds.stream_bytes // size_of(fields)))
+                    pipe.xadd(key, numbered, maxlen=most, approximate=True)
                 answers = await pipe.execute(raise_on_error=False)
         finally:
             self._drop(batch[len(answers) :], "redis")
-        for entry, answer in zip(batch, answers, strict=True):
+        for (stream, key, fields), answer in zip(batch, answers, strict=True):
             if isinstance(answer, Exception):
-                if self._refused[entry.key] % _LOG_EVERY == 0:
-                    log.warning("redis refuses records", key=entry.key, why=str(answer))
-                self._refused[entry.key] += 1
-                self._drop([entry], "refused")
+                if key not in self._refusing:
+                    log.warning("redis refuses records", key=key, why=str(answer))
+                self._refusing.add(key)
+                self._drop([(stream, key, fields)], "refused")
             else:
-                self._metrics.sent.labels(entry.stream).inc()
+                self._refusing.discard(key)
+                self._metrics.sent.labels(stream).inc()

@@ -8,7 +8,6 @@ those since the last save are not lost.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ _PAUSE_S = 0.25  # before streams are read again that had nothing
 _DEMAND_TTL_S = 10  # an adapter that is gone asks for nothing
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 5.0
 _SENDERS = 256  # of a stream, whose numbers are remembered
-_LOG_EVERY = 100  # malformed records
 _BEGINNING = "0-0"  # the id before all entries
 # The id of a stream's last entry, and the next entries behind a position, if there is one.
 _READ = """
@@ -50,7 +48,7 @@ class Inbox:
         streams: tuple[Stream, ...] = ("samples", "queries")  # in this order, so that a query finds its samples
         self._streams = {redis_key(reader.name, stream): (reader, stream) for stream in streams for reader in readers}
         self._refused: set[str] = set()  # keys, of streams and of demands
-        self._malformed = Counter[str]()  # records, by key
+        self._malformed: set[str] = set()  # keys with such records
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
@@ -115,9 +113,9 @@ class Inbox:
                         reader.take_sample(read_sample(fields, *reader.widths))
                 except InvalidField as error:
                     self._metrics.malformed.labels(reader.name, stream).inc()
-                    if self._malformed[key] % _LOG_EVERY == 0:
-                        log.warning("a record is malformed", head=reader.name, stream=stream, why=str(error))
-                    self._malformed[key] += 1
+                    if key not in self._malformed:
+                        log.warning("a record is malformed", key=key, why=str(error))
+                    self._malformed.add(key)
         if _order(positions.setdefault(stream, end)) > _order(end):
             positions[stream] = _BEGINNING
 

@@ -116,23 +116,19 @@ class Replicas:
         self._before, self._live = self._live, weights
 
     async def bring(self) -> None:
-        """Ask every replica what it uses, and push the live weights to those that use others."""
+        """Ask every replica that the directory names what it uses, and push the live weights to those of others."""
         async with self._busy:
-            await self._list()
+            addresses = self._where.addresses
+            for address in self._links.keys() - set(addresses):
+                log.info("a replica is gone", head=self._head, replica=address)
+                await self._links.pop(address).close()
+                with contextlib.suppress(KeyError):  # it never answered
+                    self._metrics.live.remove(self._head, address)
+            for address in addresses:
+                if address not in self._links:
+                    self._links[address] = DrafterLink(address, self._dialer)
             await asyncio.gather(*map(self._bring, self._links.values()))
         self._metrics.stale.labels(self._head).set(sum(not self._is_current(link) for link in self._links.values()))
-
-    async def _list(self) -> None:
-        """Take up what the directory names anew, and forget what it names no more."""
-        addresses = self._where.addresses
-        for address in self._links.keys() - set(addresses):
-            log.info("a replica is gone", head=self._head, replica=address)
-            await self._links.pop(address).close()
-            with contextlib.suppress(KeyError):  # it never answered
-                self._metrics.live.remove(self._head, address)
-        for address in addresses:
-            if address not in self._links:
-                self._links[address] = DrafterLink(address, self._dialer)
 
     @property
     def ahead(self) -> int:
@@ -140,19 +136,12 @@ class Replicas:
 
         Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
         """
-        return max((link.used.weights_version for link in self._links.values() if self._is_ahead(link)), default=0)  # type: ignore[union-attr]
+        return max((self._lead(link) for link in self._links.values()), default=0)
 
     def numbers(self) -> set[int]:
         """Return the numbers that the live weights have, here and at replicas."""
         current = filter(self._is_current, self._links.values())
         return {self._live.version, *(link.used.weights_version for link in current if link.used)}
-
-    def _is_current(self, link: DrafterLink) -> bool:
-        return link.used is not None and link.used.weights_hash == self._live.hash
-
-    def _is_ahead(self, link: DrafterLink) -> bool:
-        used = link.used
-        return used is not None and not self._is_current(link) and used.weights_version >= max(1, self._live.version)
 
     def status(self) -> list[pb.ReplicaStatus]:
         """Report each replica as it answered last."""
@@ -170,6 +159,14 @@ class Replicas:
         """End the channels."""
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
+    def _is_current(self, link: DrafterLink) -> bool:
+        return link.used is not None and link.used.weights_hash == self._live.hash
+
+    def _lead(self, link: DrafterLink) -> int:
+        """Return the version of a replica that is ahead, else 0."""
+        ahead = link.used and not self._is_current(link) and link.used.weights_version >= max(1, self._live.version)
+        return link.used.weights_version if link.used and ahead else 0
+
     async def _describe(self, link: DrafterLink) -> None:
         """Ask a replica what it uses. One that says what cannot be, or is ahead again and again, counts as silent."""
         try:
@@ -178,7 +175,7 @@ class Replicas:
             link.used = None
             self._note(link, f"does not answer: {error}")
             return
-        ahead = self._is_ahead(link)
+        ahead = self._lead(link) > 0
         link.times_ahead = 0 if self._is_current(link) else link.times_ahead + ahead
         impossible = used.weights_version > self._live.version + MAX_VERSION_STEP
         if impossible or (ahead and link.times_ahead > MOST_AHEAD):
@@ -190,17 +187,17 @@ class Replicas:
     async def _bring(self, link: DrafterLink) -> None:
         """Push what this replica lacks beside what it uses now. What fails is tried again with the next look."""
         await self._describe(link)
-        used, live = link.used, self._live
-        if used is None or self._is_ahead(link):  # it refuses a number that is not above its own
+        used, live, before = link.used, self._live, self._before
+        if used is None or self._lead(link):  # it refuses a number that is not above its own
             return
         if self._is_current(link):
             link.trouble = ""
             return
-        before = self._before
         knows = (used.weights_version, used.weights_hash) == (before.version, before.hash)
         adds = before.tensors.keys() <= live.tensors.keys()  # an update takes no tensors away
-        parent = before if knows and adds else self.checkpoint
-        header, parts = await asyncio.to_thread(pack_update, self._head, parent, live)
+        header, parts = await asyncio.to_thread(
+            pack_update, self._head, before if knows and adds else self.checkpoint, live
+        )
         if not self._may_push():
             return
         try:

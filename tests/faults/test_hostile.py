@@ -229,27 +229,19 @@ class Two:
         self.metrics, self.verifiers = OrchestratorMetrics(), TargetPool(addresses, Dialer(), failover_s=10)
         self.heads = {"head": HeadPool("head", [drafter], Dialer(), self.metrics, 6)}
 
-    async def __aenter__(self) -> Two:
+    async def start(self) -> None:
+        settings = Settings(orchestrator={"draft_deadline_ms": 2000.0})  # type: ignore[arg-type]
         target = await self.verifiers.first_target()
         await self.heads["head"].look_at_all()
-        settings = Settings()
-        settings = settings.model_copy(
-            update={"orchestrator": settings.orchestrator.model_copy(update={"draft_deadline_ms": 2000.0})}
-        )
         self.service = GenerationServicer(settings, target, self.verifiers, self.heads, None, self.metrics)
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for replica in (*self.verifiers.replicas, *self.heads["head"].replicas):
-            await replica.channel.close()
-
-    async def generate(self, policy: str = "single:head", **more: Any) -> list[int]:
+    async def generate(self, **more: Any) -> list[int]:
         """The ids of an answer."""
-        request = GenerationRequest(
-            ids=tuple(IDS), max_new_tokens=NEW, sampling=SamplingParams(temperature=0), policy=policy, **more
-        )
-        answer = self.service.answer(request_to_wire(request), lambda event: event, lambda _: 0)
-        return [token for event in [event async for event in answer] if isinstance(event, Chunk) for token in event.ids]
+        sampling = SamplingParams(temperature=0)
+        options = {"max_new_tokens": NEW, "sampling": sampling, "policy": "single:head", **more}
+        request = request_to_wire(GenerationRequest(ids=tuple(IDS), **options))  # type: ignore[arg-type]
+        events = [event async for event in self.service.answer(request, lambda event: event, lambda _: 0)]
+        return [token for event in events if isinstance(event, Chunk) for token in event.ids]
 
 
 @asynccontextmanager
@@ -257,8 +249,12 @@ async def lied_to(honest: str, truth: list[int], kind: str, lie: Callable[[Any],
     service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
     async with Dialer().open(honest) as channel, server_of(SERVICE, Liar(truth)) as drafter:
         liar = LyingVerifier(VerifierServiceStub(channel), kind, lie)
-        async with server_of(service, liar) as lying, Two([lying.address, honest], drafter.address) as two:
+        async with server_of(service, liar) as lying:
+            two = Two([lying.address, honest], drafter.address)
+            await two.start()
             yield liar, two
+            for replica in (*two.verifiers.replicas, *two.heads["head"].replicas):
+                await replica.channel.close()
 
 
 @pytest.fixture(scope="module")
