@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -23,7 +22,7 @@ from services.adapter.service import Lease
 from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader
-from tests.signals import counts
+from tests.signals import counts, eventually
 
 PASSWORDS = {"coppice-sender": "SENDER-PASSWORD", "coppice-adapter": "ADAPTER-PASSWORD"}
 
@@ -39,28 +38,28 @@ class StrictRedis:
             taken.bind(("127.0.0.1", 0))
             self.port = taken.getsockname()[1]
         tls = self.authority.tls("orchestrator")  # its names hold 127.0.0.1
-        told = {"port": self.port, "bind": "127.0.0.1", "save": "", "dir": folder, "aclfile": folder / "users.acl"}
+        options: dict[str, object] = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "save": "",
+            "dir": folder,
+            "aclfile": folder / "users.acl",
+        }
         if scheme == "rediss":
-            told |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
-            told |= {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
-        command = [str(find_server()), *(str(part) for name, value in told.items() for part in (f"--{name}", value))]
+            options |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
+            options |= {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
+        command = [str(find_server()), *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def url(self, user: str, password: str | None = None, host: str = "127.0.0.1") -> str:
-        return f"{self.scheme}://{user}:{password or PASSWORDS[user]}@{host}:{self.port}/0"
+    def url(self, user: str, password: str = "", host: str = "127.0.0.1", trusting: bool = True) -> str:
+        """Where a user finds it; `trusting` its authority, where it speaks TLS."""
+        query = f"?ssl_ca_certs={self.authority.tls().ca}" if trusting and self.scheme == "rediss" else ""
+        return f"{self.scheme}://{user}:{password or PASSWORDS[user]}@{host}:{self.port}/0{query}"
 
-    def client(self, user: str, password: str | None = None) -> Redis:
-        tls: Any = {"ssl_ca_certs": self.authority.tls().ca} if self.scheme == "rediss" else {}
-        return Redis.from_url(self.url(user, password), socket_timeout=5, **tls)
-
-    def ready(self) -> bool:
-        until = time.monotonic() + 10
-        while self.process.poll() is None and time.monotonic() < until:
-            try:
-                return bool(self.client("root", "root").ping())
-            except RedisError:
-                time.sleep(0.02)
-        return False
+    def answers(self) -> bool:
+        with suppress(RedisError), Redis.from_url(self.url("root", "root"), socket_timeout=5) as client:
+            return bool(client.ping())
+        return self.process.poll() is not None
 
     def stop(self) -> str:
         self.process.terminate()
@@ -70,27 +69,21 @@ class StrictRedis:
 @pytest.fixture(scope="module", params=["redis", "rediss"])
 def redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrictRedis]:
     running = StrictRedis(tmp_path_factory.mktemp("redis"), request.param)
-    if not running.ready():
-        told = running.stop()
-        if "tls-port" in told:
-            pytest.skip("requires redis-server with TLS: this one was built without")
-        pytest.fail(told)
+    assert eventually(running.answers)
+    if running.process.poll() is not None:
+        output = running.stop()
+        assert "tls-port" in output, output
+        pytest.skip("requires redis-server with TLS: this one was built without")
     yield running
     running.stop()
 
 
-def told(running: StrictRedis, user: str, **more: Any) -> str:
-    """The URL for a user, which names our authority where Redis speaks TLS."""
-    authority = f"?ssl_ca_certs={running.authority.tls().ca}" if running.scheme == "rediss" else ""
-    return running.url(user, **more) + authority
-
-
 async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis) -> None:
     registry, head = CollectorRegistry(), Reader(demand="texts")
-    lease = Lease(told(redis, "coppice-adapter"), lease_s=5.0)
+    lease = Lease(redis.url("coppice-adapter"), lease_s=5.0)
     assert await lease.take()
-    producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), ["a"])
-    inbox = Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics())
+    producer = Producer(redis.url("coppice-sender"), SignalMetrics(registry), ["a"])
+    inbox = Inbox(redis.url("coppice-adapter"), [head], AdapterMetrics())
     await inbox.read()
     reading = asyncio.create_task(inbox.run())
     producer.start()
@@ -106,9 +99,9 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     await producer.stop()
     assert head.taken == [RECORD] * 3
     await lease.give_back()
-    assert await Lease(told(redis, "coppice-adapter"), lease_s=5.0).take()
+    assert await Lease(redis.url("coppice-adapter"), lease_s=5.0).take()
     assert (counts(registry).sent, counts(registry).dropped.total()) == (3, 0)
-    orchestrators = Connection(told(redis, "coppice-sender"))
+    orchestrators = Connection(redis.url("coppice-sender"))
     async with orchestrators.exchange() as client:  # asks for no demand: it pings
         assert await client.ping()
     await orchestrators.close()
@@ -131,16 +124,19 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     ],
 )
 def test_nobody_may_do_more(redis: StrictRedis, user: str, command: tuple[str, ...]) -> None:
-    with redis.client(user) as client, pytest.raises(ResponseError, match=r"permission|run this command"):
+    with (
+        Redis.from_url(redis.url(user), socket_timeout=5) as client,
+        pytest.raises(ResponseError, match=r"permission|run this command"),
+    ):
         client.execute_command(*command)
 
 
 @pytest.mark.parametrize("spoiled", ["password", "authority", "host"])
 async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: StrictRedis, spoiled: str) -> None:
     urls = {
-        "password": told(redis, "coppice-sender", password="wrong"),
-        "authority": redis.url("coppice-sender"),  # the system's do not know ours
-        "host": told(redis, "coppice-sender", host="localhost"),  # its certificate says 127.0.0.1
+        "password": redis.url("coppice-sender", password="wrong"),
+        "authority": redis.url("coppice-sender", trusting=False),  # the system's do not know ours
+        "host": redis.url("coppice-sender", host="localhost"),  # its certificate says 127.0.0.1
     }
     if redis.scheme == "redis" and spoiled != "password":
         pytest.skip("requires TLS")
