@@ -1,7 +1,7 @@
 """Packed tree attention for any Hugging Face causal LM that uses the attention interface.
 
-An `Attention` knows which keys the rows of one forward see: `sdpa` here and `ordered` make one for the CPU, and
-`StepInputs` is one for a device. It reaches the layers as the mask: a model asks the registered mask function for a
+An `Attention` knows which keys the rows of one forward see: `Sdpa` here and `Ordered` are those of the CPU, and
+`StepInputs` is a device's. It reaches the layers as the mask: a model asks the registered mask function for a
 mask, once for each kind of layer, and hands what it gets to every layer's attention. So it reaches every class (keyword
 arguments do not: StableLM and Nemotron drop them), and a layer's window is that of its mask, which is what the stock
 kernels obey (PhiMoE windows its mask and tells its attention nothing).
@@ -9,7 +9,7 @@ kernels obey (PhiMoE windows its mask and tells its attention nothing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -63,82 +63,72 @@ class Attention(Protocol):
         """
 
 
-class Plan(Protocol):
-    """How some rows attend in layers of one kind."""
+class _Keys(NamedTuple):
+    """A session's keys in layers of one window and number of query heads for each key head.
 
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend, of these rows."""
-
-
-class InTurn:
-    """Parts of the rows that attend one after the other, each by a plan for every kind of layer that it meets.
-
-    A part reads what earlier ones stored: it may be of the same session.
+    written, read: views of its rows' slots and of its keys' where its blocks are neighbours, else empty: key of layer
+    0, value of layer 0, key of layer 1, and so on. slots: of its keys, the rows' own last. mask: (G * N, L) of 0 and
+    -inf, as SDPA would convert booleans in every layer; None when everything is seen.
     """
 
-    def __init__(self, counts: Sequence[int], plan: Callable[..., Plan]) -> None:
-        """counts: the parts' rows. plan: of (part, window, query heads a key head, key heads, D, V)."""
-        self._counts, self._plan = counts, plan
-        self._plans: dict[tuple[int | None, ...], list[Plan]] = {}
+    written: tuple[Tensor, ...]
+    read: tuple[Tensor, ...]
+    slots: Tensor
+    mask: Tensor | None
+
+
+class Sdpa:
+    """Attention on the CPU by torch's own kernel, session by session, which sums in whatever order is fastest."""
+
+    def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
+        self._tails, self._pool = tails, pool
+        self._counts = [len(tail.visible) for tail in tails]
+        self._keys: dict[tuple[int | None, int], list[_Keys]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attention.attend."""
-        (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
-        kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
-        if (plans := self._plans.get(kind)) is None:
-            plans = self._plans[kind] = [self._plan(part, *kind) for part in range(len(self._counts))]
-        if len(plans) == 1:
-            return plans[0].attend(layer, query, key, value)
-        inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
-        return torch.cat([plan.attend(layer, *rows) for plan, *rows in zip(plans, *inputs, strict=True)], dim=1)
+        at, kv_heads = 2 * layer.number, key.shape[1]
+        kind = layer.window, query.shape[1] // kv_heads
+        if (sessions := self._keys.get(kind)) is None:
+            sessions = self._keys[kind] = [self._keys_of(tail, *kind) for tail in self._tails]
+        outputs: list[Tensor] = []
+        queries, new_keys = query.split_with_sizes(self._counts, 2), key.split_with_sizes(self._counts, 2)
+        new_values = value.split_with_sizes(self._counts, 2)
+        for (written, read, slots, mask), q, k, v in zip(sessions, queries, new_keys, new_values, strict=True):
+            if written:
+                written[at].copy_(k)
+                written[at + 1].copy_(v)
+                keys, values = read[at], read[at + 1]
+            else:
+                keys, values = (
+                    part.index_copy_(0, slots[-new.shape[2] :], new[0].transpose(0, 1))
+                    .index_select(0, slots)
+                    .transpose(0, 1)[None]
+                    for part, new in zip(self._pool.layers[layer.number], (k, v), strict=True)
+                )
+            # The query heads of one key head become rows of one head, so that keys are never repeated.
+            q = q.reshape(1, kv_heads, -1, q.shape[-1])  # (1, KVH, G * N, D)
+            if layer.softcap is None and layer.sinks is None:
+                out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=layer.scaling)
+            else:
+                out = _attend_by_operators(layer, q, keys, values, mask)
+            out = out.view(1, kv_heads, kind[1], -1, out.shape[-1])
+            outputs.append(out.permute(0, 3, 1, 2, 4).reshape(1, out.shape[3], -1, out.shape[-1]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-
-def sdpa(tails: Sequence[Tail], pool: KVPool) -> Attention:
-    """Attend on the CPU by torch's own kernel, session by session, which sums in whatever order is fastest."""
-    return InTurn([len(tail.visible) for tail in tails], lambda part, *kind: _Sdpa(tails[part], pool, *kind))
-
-
-class _Sdpa:
-    """One session's rows: keys are read as a view of the pool, or gathered where its blocks are not neighbours."""
-
-    def __init__(
-        self, tail: Tail, pool: KVPool, window: int | None, group: int, kv_heads: int, dim: int, value_dim: int
-    ) -> None:
-        self._pool, self._group, self._kv_heads = pool, group, kv_heads
+    def _keys_of(self, tail: Tail, window: int | None, group: int) -> _Keys:
         count, length, table = len(tail.visible), tail.length, tail.table
         low = 0 if window is None else max(0, tail.prefix + 1 - window)  # keys before every row's window are not read
-        self._viewed = table.consecutive
-        if self._viewed:
-            start = int(table.blocks[0]) * pool.block_size
-            self._written, self._read = pool.read(start + length - count, count), pool.read(start + low, length - low)
-        else:
-            self._slots = torch.from_numpy(table.slots(np.arange(low, length)))
-        seen = tail.sees(window)[:, low:]
-        self._mask: Tensor | None = None  # (G * N, L) of 0 and -inf: SDPA would convert booleans in every layer
+        seen, mask = tail.sees(window)[:, low:], None
         if not seen.all():
-            mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
-            self._mask = mask.to(pool.dtype).repeat(group, 1)
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend, of these rows."""
-        keys, values = self._store(2 * layer.number, key), self._store(2 * layer.number + 1, value)
-        # The query heads of one key head become rows of one head, so that keys are never repeated.
-        query = query.reshape(1, self._kv_heads, -1, query.shape[-1])  # (1, KVH, G * N, D)
-        if layer.softcap is None and layer.sinks is None:
-            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=self._mask, scale=layer.scaling)
-        else:
-            out = _attend_by_operators(layer, query, keys, values, self._mask)
-        out = out.view(1, self._kv_heads, self._group, -1, out.shape[-1]).permute(0, 3, 1, 2, 4)
-        return out.reshape(1, out.shape[1], -1, out.shape[-1])
-
-    def _store(self, number: int, new: Tensor) -> Tensor:
-        """Write (1, KVH, N, D) to the key or value of this number, and read (1, KVH, L, D)."""
-        if self._viewed:
-            self._written[number].copy_(new)
-            return self._read[number]
-        stored = self._pool.layers[number // 2][number % 2]
-        stored.index_copy_(0, self._slots[-new.shape[2] :], new[0].transpose(0, 1))
-        return stored.index_select(0, self._slots).transpose(0, 1)[None]
+            numbers = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+            mask = numbers.to(self._pool.dtype).repeat(group, 1)
+        slots = torch.from_numpy(table.slots(np.arange(low, length)))
+        if not table.consecutive:
+            return _Keys((), (), slots, mask)
+        first = int(slots[0])
+        written = self._pool.read(first + length - low - count, count)
+        return _Keys(written, self._pool.read(first, length - low), slots, mask)
 
 
 def _attend_by_operators(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

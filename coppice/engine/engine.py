@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coppice.config.model import GIB
-from coppice.engine.attention import read_layout, sdpa
+from coppice.engine.attention import Attention, Sdpa, read_layout
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
-from coppice.engine.ordered import by_row, ordered
-from coppice.engine.rows import PackedBatch, Piece, pack
+from coppice.engine.ordered import Ordered, by_row
+from coppice.engine.rows import PackedBatch, Piece, Tail, pack
 from coppice.engine.steps import Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
@@ -72,11 +72,12 @@ class Clock:
     @property
     def ns(self) -> int:
         """Nanoseconds of all work so far; waits until a device is done with it."""
-        if not self._on_cuda:
-            return sum(end - start for start, end in self._spans)
-        for _, end in self._spans[-1:]:
-            end.synchronize()
-        return sum(int(start.elapsed_time(end) * 1e6) for start, end in self._spans)
+        took = 0
+        for start, end in self._spans:
+            if self._on_cuda:
+                end.synchronize()
+            took += int(start.elapsed_time(end) * 1e6) if self._on_cuda else end - start
+        return took
 
     def taken(self) -> int:
         """Nanoseconds of all work since this was last asked, as `ns`."""
@@ -208,7 +209,7 @@ class Engine:
         )
         self.steps = Steps(self._tapped, self.pool, layout.group) if on_gpu else None
         """of a device; None on the CPU"""
-        self._attention = ordered if invariant else sdpa
+        self._attention: Callable[[Sequence[Tail], KVPool], Attention] = Ordered if invariant else Sdpa
         if not (invariant and on_gpu):
             fuse(model, packed=not on_gpu)
         prepack(model)

@@ -113,8 +113,10 @@ class KVPool:
 
     def read(self, start: int, count: int) -> tuple[Tensor, ...]:
         """Views (1, kv_heads, count, dim) of slots: key of layer 0, value of layer 0, key of layer 1, and so on."""
+        if len(self._views) == 1:
+            return self._views[0].narrow(3, start, count).unbind(0)
         parts = [view.narrow(3, start, count).unbind(0) for view in self._views]
-        return parts[0] if len(parts) == 1 else tuple(parts[slab][place] for slab, place in self._places)
+        return tuple(parts[slab][place] for slab, place in self._places)
 
     def allocate(self, session: str, num_tokens: int, prefix: Sequence[int] = ()) -> BlockTable:
         """Room for a new session's first tokens, the first of them in kept blocks, those of `prefix` in order.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coppice.engine.attention import Attention, InTurn, Layer
+from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.modules import derived
 from coppice.engine.rows import Bools, Ints, Tail
@@ -125,14 +125,27 @@ def tiles_of(tail: Tail) -> Iterator[Tile]:
         first = end
 
 
-def ordered(tails: Sequence[Tail], pool: KVPool) -> Attention:
-    """Attend tile by tile."""
-    tiles = [tile for tail in tails for tile in tiles_of(tail)]
-    return InTurn([len(tile.length) for tile in tiles], lambda part, *kind: _Ordered(tiles[part], pool, *kind))
+class Ordered:
+    """Attention on the CPU, tile by tile: a tile reads what earlier ones of its session stored."""
+
+    def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
+        self._tiles, self._pool = [tile for tail in tails for tile in tiles_of(tail)], pool
+        self._counts = [len(tile.length) for tile in self._tiles]
+        self._plans: dict[tuple[int | None, ...], list[_Plan]] = {}
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend."""
+        (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
+        kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
+        if (plans := self._plans.get(kind)) is None:
+            plans = self._plans[kind] = [_Plan(tile, self._pool, *kind) for tile in self._tiles]
+        inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
+        outputs = [plan.attend(layer, *rows) for plan, *rows in zip(plans, *inputs, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-class _Ordered:
-    """A tile of N rows, padded, with G query heads for each key head.
+class _Plan:
+    """A tile in layers of one window and shape: N rows, padded, with G query heads for each key head.
 
     The first keys lie by position, in whole segments. Those behind, R and one that nobody sees, are a tree's: `order`
     says which of them each row sees at each position. L: keys in all. M: G * N.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from coppice.adaptation.weights import Routes, Weights, numbers_in, sketch_of, variant_name
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import Attention, Layer, sdpa
+from coppice.engine.attention import Attention, Layer, Sdpa
 from coppice.engine.engine import DTYPES, Clock
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.modules import prepack
@@ -196,7 +196,7 @@ class FeatureHead(Head):
             features if rows.sources is None else features.index_select(0, _tensor(rows.sources)),
             self.embedding.index_select(0, _tensor(rows.tokens))[None],
             _tensor(rows.positions)[None],
-            self._attends(sdpa(rows.tails, self.pool)),
+            self._attends(Sdpa(rows.tails, self.pool)),
             _tensor(rows.outputs),
         )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from coppice.engine import loading
-from coppice.engine.attention import InTurn, Layer
+from coppice.engine.attention import Layer, Sdpa
 from coppice.testing import tiny_models
 from coppice.testing.tiny_models import model_types, variants
 from lab import architectures as sweep
@@ -54,10 +54,10 @@ def test_a_class_gets_its_verdict(kind: str, variant: str, verdict: str) -> None
 def spoiled(kind: str, variant: str, answer: Connection) -> None:
     """Examine, in a process of its own, an engine that attends with the wrong sign."""
 
-    def wrong(attention: InTurn, layer: Layer, query: Tensor, *inputs: Tensor) -> Tensor:
+    def wrong(attention: Sdpa, layer: Layer, query: Tensor, *inputs: Tensor) -> Tensor:
         return attend(attention, layer, -query, *inputs)
 
-    attend, InTurn.attend = InTurn.attend, wrong  # type: ignore[method-assign]
+    attend, Sdpa.attend = Sdpa.attend, wrong  # type: ignore[method-assign]
     loading.self_check = lambda _: None  # type: ignore[assignment,return-value]
     examine(kind, variant, answer)
 

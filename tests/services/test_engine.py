@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from coppice.engine import modules, steps
-from coppice.engine.attention import UnsupportedModel, sdpa, using
+from coppice.engine.attention import Sdpa, UnsupportedModel, using
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import load_engine
@@ -294,7 +294,7 @@ def test_features_are_the_hidden_states_of_a_plain_forward(name: str) -> None:
 def test_an_unknown_attention_argument_is_refused() -> None:
     engine = engine_of("llama")
     table = engine.pool.allocate("a", 1)
-    attention = sdpa(pack([Piece.chain(table, 0, [5])]).tails, engine.pool)
+    attention = Sdpa(pack([Piece.chain(table, 0, [5])]).tails, engine.pool)
     row = torch.tensor([[5]])
     with torch.inference_mode(), using(attention):
         engine.model(input_ids=row, position_ids=row, use_cache=False)

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from coppice.engine import rows as rows_module
 from coppice.engine import self_check as check_module
-from coppice.engine.attention import InTurn, Layer
+from coppice.engine.attention import Layer, Sdpa
 from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.ordered import Ordered
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
 from coppice.engine.self_check import NotInvariant, SelfCheckError, check_invariant, roundings, self_check
 from tests.services.test_engine import CONFIGS, FORMS, TACITURN, engine_of, model_of, prefill, some_ids
@@ -33,8 +34,9 @@ TREE_ROWS = 12
 def attending(patch: Patch, change: Callable[..., Tensor]) -> None:
     """change: (attend, layer, query, key, value) -> what the layer attends to."""
 
-    real = InTurn.attend
-    patch.setattr(InTurn, "attend", lambda attention, *inputs: change(partial(real, attention), *inputs))
+    for kind in (Sdpa, Ordered):
+        real = kind.attend
+        patch.setattr(kind, "attend", lambda self, *inputs, real=real: change(partial(real, self), *inputs))
 
 
 def of_layers(change: Callable[[Layer], Layer]) -> Callable[[Patch], None]:

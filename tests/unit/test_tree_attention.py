@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from coppice.engine.attention import Layer, sdpa
+from coppice.engine.attention import Layer, Sdpa
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import Piece, RowTable, ancestors, most_splits, pack, tail_blocks
 from coppice.engine.steps import Bucket, StepInputs
@@ -53,7 +53,7 @@ def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, s
     layer = Inputs.random(shape, len(batch.tokens))
     rows = (part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v))
     kind = Layer(0, shape.window, None, shape.softcap, layer.sinks)
-    want = sdpa(batch.tails, pool).attend(kind, *rows)[0]
+    want = Sdpa(batch.tails, pool).attend(kind, *rows)[0]
     for tail in batch.tails:  # the rows' own, which the implementation has to write
         for part in pool.layers[0]:
             part[tail.table.slots(np.arange(tail.length - len(tail.visible), tail.length))] = 7.0
