@@ -52,9 +52,8 @@ class OrchestratorMetrics:
         self._labels = model, ENGINE
 
         def make(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-            named = ["model_name", "engine", *labels]
-            made = kind(f"vllm:{name}", text, named, registry=self.registry, **options)
-            return made if labels else made.labels(*self._labels)
+            metric = kind(f"vllm:{name}", text, ["model_name", "engine", *labels], registry=self.registry, **options)
+            return metric if labels else metric.labels(*self._labels)
 
         stem = "spec_decode_num"
         self.drafts = make(Counter, f"{stem}_drafts", "steps that verified a draft", "policy")

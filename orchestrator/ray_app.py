@@ -29,7 +29,7 @@ from coppice.config.sections import FEATURE_KINDS, HeadKind
 from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.access import is_loopback
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Metadata
 from coppice.stack.launch import MODULES
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, checkout
@@ -45,8 +45,6 @@ _HEALTH_S, _ANSWER_S = 2.0, 5.0  # between two looks, and for an answer; Serve g
 _CALLS = 10_000  # under way in one ingress; how many may be is for orchestrators to say
 
 
-Orchestrator = tuple[GenerationServiceStub, list[tuple[str, str]]]
-"""its stub, and the metadata of a call"""
 Sections = dict[str, dict[str, Any]]
 """Settings by section and name, as in a service's YAML file, which are checked when the application is built"""
 
@@ -242,13 +240,15 @@ class Ingress:
             return await stub.DescribeModel(request, metadata=metadata)  # type: ignore[no-any-return]
 
     @contextlib.asynccontextmanager
-    async def _orchestrator(self, context: RayServegRPCContext) -> AsyncIterator[Orchestrator]:
+    async def _orchestrator(
+        self, context: RayServegRPCContext
+    ) -> AsyncIterator[tuple[GenerationServiceStub, Metadata]]:
         """Pick an orchestrator for a call, with the caller's bearer token, and map its error for the caller."""
         address = await self._orchestrators.address.remote()
         channel = self._dialer.open(address)
         try:
-            passed = [(key, value) for key, value in context.invocation_metadata() if key == "authorization"]
-            yield GenerationServiceStub(channel), passed
+            token = tuple((key, value) for key, value in context.invocation_metadata() if key == "authorization")
+            yield GenerationServiceStub(channel), token
         except grpc.aio.AioRpcError as error:
             context.set_code(error.code())
             context.set_details(error.details() or "")
@@ -258,7 +258,7 @@ class Ingress:
 
 
 def _deployed(
-    name: str, role: str, pool: Pool, args: Args, defaults: Sections, flags: Mapping[str, Any]
+    args: Args, name: str, role: str, pool: Pool, defaults: Sections, flags: Mapping[str, Any]
 ) -> serve.Application:
     """One deployment. Settings of the pool hold over those of all, and those over the defaults. Raises InvalidField."""
     sections: Sections = {}
@@ -266,42 +266,28 @@ def _deployed(
         for section, values in each.items():
             sections[section] = {**sections.get(section, {}), **values}
     server = load_settings([], sections).server
-    if pool.max_replicas is not None and server.metrics_port < 0:
-        raise InvalidField("server.metrics_port", f"{name} is scaled by what it says there")
+    size: dict[str, Any] = {"num_replicas": pool.replicas or 1}
+    if pool.max_replicas is not None:
+        if server.metrics_port < 0:
+            raise InvalidField("server.metrics_port", f"{name} is scaled by what it says there")
+        scaling = AutoscalingConfig(
+            min_replicas=pool.min_replicas,
+            max_replicas=pool.max_replicas,
+            target_ongoing_requests=pool.sessions_per_replica,
+            upscale_delay_s=pool.upscale_delay_s,
+            downscale_delay_s=pool.downscale_delay_s,
+            look_back_period_s=pool.look_back_s,
+            policy=AutoscalingPolicy(policy_function=scale_by_sessions),
+        )
+        size = {"autoscaling_config": scaling}
     deployment = serve.deployment(ServiceReplica).options(
         name=name,
         ray_actor_options=pool.ray_actor_options,
         health_check_period_s=_HEALTH_S,
         graceful_shutdown_timeout_s=server.grace_s + 2 * _STOP_S,
-        **_size(pool),
+        **size,
     )
     return deployment.bind(name, role, flags, sections, args.ready_s)
-
-
-def _size(pool: Pool) -> dict[str, Any]:
-    """How many replicas, as a deployment's options."""
-    if pool.max_replicas is None:
-        return {"num_replicas": pool.replicas or 1}
-    scaling = AutoscalingConfig(
-        min_replicas=pool.min_replicas,
-        max_replicas=pool.max_replicas,
-        target_ongoing_requests=pool.sessions_per_replica,
-        upscale_delay_s=pool.upscale_delay_s,
-        downscale_delay_s=pool.downscale_delay_s,
-        look_back_period_s=pool.look_back_s,
-        policy=AutoscalingPolicy(policy_function=scale_by_sessions),
-    )
-    return {"autoscaling_config": scaling}
-
-
-def _drafters(pool: DrafterPool, args: Args, target: str) -> serve.Application:
-    defaults: Sections = {"drafter": {"target": target}}
-    if pool.kind in FEATURE_KINDS:
-        defaults["drafter"]["verifiers"] = ["redis"]
-    flags = {"drafter.name": pool.name, "drafter.kind": pool.kind}
-    if pool.path:
-        flags["drafter.path"] = _folder("path", pool.path)
-    return _deployed(f"drafter-{pool.name}", "drafter", pool, args, defaults, flags)
 
 
 def _folder(field: str, folder: str) -> str:
@@ -316,11 +302,18 @@ def build(args: Args) -> serve.Application:
     """The application, for `serve run` and RayService. Raises pydantic.ValidationError, InvalidField."""
     args = Args.model_validate(args)  # Serve hands over a dict: it does not read annotations that are text
     target = _folder("target", args.target)
-    verifiers = _deployed("verifier", "verifier", args.verifier, args, {"verifier": {"target": target}}, {})
-    drafters = [_drafters(pool, args, target) for pool in args.drafters]
+    others = [_deployed(args, "verifier", "verifier", args.verifier, {"verifier": {"target": target}}, {})]
+    for pool in args.drafters:
+        defaults: Sections = {"drafter": {"target": target}}
+        if pool.kind in FEATURE_KINDS:
+            defaults["drafter"]["verifiers"] = ["redis"]
+        flags = {"drafter.name": pool.name, "drafter.kind": pool.kind}
+        if pool.path:
+            flags["drafter.path"] = _folder("path", pool.path)
+        others.append(_deployed(args, f"drafter-{pool.name}", "drafter", pool, defaults, flags))
     heads = [f"{pool.name}=redis" for pool in args.drafters]
-    defaults: Sections = {"orchestrator": {"target": target, "verifiers": ["redis"], "heads": heads}}
-    orchestrators = _deployed("orchestrator", "orchestrator", args.orchestrator, args, defaults, {})
+    defaults = {"orchestrator": {"target": target, "verifiers": ["redis"], "heads": heads}}
+    orchestrators = _deployed(args, "orchestrator", "orchestrator", args.orchestrator, defaults, {})
     door = serve.deployment(Ingress).options(
         name="ingress",
         num_replicas=args.ingress.replicas or 1,
@@ -328,4 +321,4 @@ def build(args: Args) -> serve.Application:
         max_ongoing_requests=_CALLS,
         graceful_shutdown_timeout_s=load_settings([], args.settings).server.grace_s + _STOP_S,
     )
-    return door.bind(orchestrators, [verifiers, *drafters], args.settings)
+    return door.bind(orchestrators, others, args.settings)
