@@ -172,7 +172,13 @@ def kind_in(folder: str | Path) -> str:
 
 def _announced(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the kind of head that a folder's config.json announces, and what it says of the head by our names."""
-    config, file = _read_config(folder), folder / CONFIG
+    file = folder / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidField(_PATH, f"{file}: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidField(_PATH, f"{file} is no JSON object")
     if kind := config.get(_KIND):
         return kind, _present(config)
     published = ""
@@ -252,15 +258,30 @@ def _feature_layers(given: Mapping[str, Any], speculators: bool) -> list[int]:
 
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
-    """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
-    path = Path(folder)
-    model = read_head(path)
-    if (has := model.config.kind) != kind:
-        raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {has}, not {kind}")
-    loaded = _for_target(path, model, read_target(target))
+    """Load a head of a kind with what it takes from its target, which it must fit.
+
+    Raises InvalidField naming the first thing that does not fit.
+    """
+    model = read_head(Path(folder))
+    config: HeadConfig = model.config
+    if config.kind != kind:
+        raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {config.kind}, not {kind}")
+    parts = read_target(target)
+    embedding = parts.embedding_of(kind) if model.own_embedding is None else model.own_embedding
+    for name, has, needs in (
+        ("vocab_size", config.vocab_size, parts.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, parts.hidden_size),
+        ("hidden_size", config.hidden_size, embedding.shape[1]),
+    ):
+        if has != needs:
+            raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: {name} is {has}, the target's is {needs}")
+    layers = config.feature_layers or default_feature_layers(parts.layers)
+    if max(layers) >= parts.layers:
+        reason = f"{max(layers)} is not among 0..{parts.layers - 1} of the target, whose last hidden state is normed"
+        raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: feature_layers: {reason}")
     if not model.own_output:
         model.lm_head.weight = read_output(target)[model.target_ids].float()
-    return loaded
+    return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
 def read_head(folder: Path) -> Any:
@@ -291,16 +312,6 @@ def read_head(folder: Path) -> Any:
     return model.float()
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidField(_PATH, f"{folder / CONFIG}: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidField(_PATH, f"{folder / CONFIG} is no JSON object")
-    return config
-
-
 def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) -> None:
     """Refuse what config.json switches on or off and nobody here knows how to."""
     known = {*shape.model_fields, *(field.alias for field in shape.model_fields.values()), *_HARMLESS}
@@ -309,24 +320,6 @@ def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) 
             raise InvalidField(_PATH, f"{file}: {name} is true, and heads of this kind cannot do that here")
         if value is False and name in _NEVER_FALSE:
             raise InvalidField(_PATH, f"{file}: {name} is false, and heads of this kind cannot do that here")
-
-
-def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
-    """Join a head and what it takes from its target, which it must fit."""
-    config: HeadConfig = model.config
-    embedding = target.embedding_of(config.kind) if model.own_embedding is None else model.own_embedding
-    for name, has, needs in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("hidden_size", config.hidden_size, embedding.shape[1]),
-    ):
-        if has != needs:
-            raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {needs}")
-    layers = config.feature_layers or default_feature_layers(target.layers)
-    if max(layers) >= target.layers:
-        reason = f"{max(layers)} is not among 0..{target.layers - 1} of the target, whose last hidden state is normed"
-        raise InvalidField(_PATH, f"{folder / CONFIG}: feature_layers: {reason}")
-    return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
 def _tensors_in(folder: Path, kind: str) -> dict[str, Tensor]:
