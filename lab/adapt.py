@@ -2,19 +2,21 @@
 
 Every policy has a stack of its own, one of them running at a time: each sees the same stream as if it were alone. The
 others are stopped (SIGSTOP) meanwhile, training included, so that no stack slows another one, and a machine whose speed
-drifts over minutes is equally unkind to all. What is compared was measured in the same minutes.
+drifts over minutes is equally unkind to all. What is compared was measured in the same minutes. The prompts are of our
+own making: nobody's, and none that a head was trained on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import random
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, get_args
 
 from coppice.client.adapter import AdapterClient, plain
@@ -28,10 +30,9 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
-from lab.measuring import GREEDY, ReferenceProcess, asking, judged
+from lab.measuring import GREEDY, asking, judged
 from lab.options import Options
 from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
-from lab.streams import StreamQuery, programs, shifted, turning
 
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full")
@@ -44,6 +45,97 @@ TURN = 10  # queries that a lane serves before the next one
 WARM_PROMPT, WARM_TOKENS = "Once", 16
 WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's demand, which has run out, is told again
 
+KIND_TURN = 40
+"""queries before a stream that turns goes on with another kind of text"""
+WHO = (
+    "a little dog named Rex", "a small girl named Lily", "an old man called Mr. Green", "a happy frog",
+    "a tiny bird named Kiki", "two brothers, Tim and Joe", "a brave knight", "a shy cat", "a boy named Oscar",
+    "a big elephant", "a young pig named Pinky", "a kind queen", "a red fox", "a clever mouse named Pip",
+    "a girl with a blue hat", "a farmer and his horse", "a sleepy bear", "a rabbit named Snow",
+)  # fmt: skip
+WHAT = (
+    "who loved to jump in puddles", "who wanted to find a new friend", "who lost something very important",
+    "who lived by the sea", "who could not sleep at night", "who found a shiny key", "who was afraid of the dark",
+    "who wanted to learn to swim", "who had a secret garden",
+)  # fmt: skip
+OPENINGS = ("Once upon a time, there was {} {}.", "One day, there was {} {}.", "Long ago there lived {} {}.")
+VERBS = (
+    "read", "write", "count", "merge", "find", "remove", "sort", "check", "parse", "join", "split", "update",
+)  # fmt: skip
+NOUNS = (
+    "lines", "values", "names", "items", "words", "files", "keys", "records", "numbers", "nodes", "paths", "options",
+)  # fmt: skip
+SIGNATURES = (
+    'def {0}_{1}({1}, default=None):\n    """{2} the {1} and return the result."""\n',
+    'class {3}{4}:\n    """{2} {1}."""\n\n    def __init__(self, {1}):\n',
+    'import os\nimport sys\n\n\ndef {0}_all_{1}(path, {1}):\n    """{2} all {1} of a file."""\n',
+)
+
+SUMS = (
+    "Question: {0} has {1} {2} and buys {3} more. Then {0} gives away {4}. How many {2} does {0} have now?\nAnswer:",
+    "Question: A box holds {1} {2}. {0} has {3} such boxes and loses {4} {2}. How many {2} are left?\nAnswer:",
+    "Question: {0} sells {1} {2} on Monday and {3} on Tuesday, each for {4} dollars. What does {0} earn?\nAnswer:",
+)
+PEOPLE = ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo")
+GOODS = ("apples", "books", "coins", "eggs", "flowers", "marbles", "pencils", "stamps", "tickets", "cards")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamQuery:
+    """One query of a stream."""
+
+    part: str
+    """which part of the stream it belongs to"""
+    prompt: str
+
+
+def stories() -> list[str]:
+    """Openings of children's stories, all different, shuffled."""
+    return _shuffled([opening.format(who, what) for who, what, opening in product(WHO, WHAT, OPENINGS)])
+
+
+def programs() -> list[str]:
+    """Beginnings of Python files, all different, shuffled."""
+    made = [
+        signature.format(verb, noun, verb.capitalize(), noun.capitalize(), verb.capitalize() + "er")
+        for verb, noun, signature in product(VERBS, NOUNS, SIGNATURES)
+    ]
+    return _shuffled(made)
+
+
+def sums() -> list[str]:
+    """Word problems, all different, shuffled."""
+    numbers = random.Random(0)  # noqa: S311
+    made = [
+        text.format(person, numbers.randint(6, 40), goods, numbers.randint(2, 9), numbers.randint(2, 6))
+        for person, goods, text in product(PEOPLE, GOODS, SUMS)
+    ]
+    return _shuffled(made)
+
+
+def turning(count: int) -> list[StreamQuery]:
+    """Code, stories and maths in turn, KIND_TURN queries of each; what comes again has other prompts."""
+    sources = {"code": programs(), "stories": stories(), "maths": sums()}
+    names, stream = list(sources), list[StreamQuery]()
+    for at in range(0, count, KIND_TURN):
+        turn, which = divmod(at // KIND_TURN, len(names))
+        prompts = sources[names[which]][turn * KIND_TURN : (turn + 1) * KIND_TURN]
+        stream += [StreamQuery(names[which], prompt) for prompt in prompts]
+    return stream[:count]
+
+
+def shifted(count: int) -> list[StreamQuery]:
+    """Four fifths stories, which a head of code does not know, then code again."""
+    first = 4 * count // 5
+    unknown = [StreamQuery("stories", prompt) for prompt in stories()[:first]]
+    return unknown + [StreamQuery("code again", prompt) for prompt in programs()[: count - first]]
+
+
+def _shuffled(prompts: list[str]) -> list[str]:
+    random.Random(0).shuffle(prompts)  # noqa: S311
+    return prompts
+
+
 STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
 
 
@@ -54,29 +146,28 @@ class Lane:
         self.name, self.spec = name, spec
         self.answers: list[Completion] = []
         self.status: pb.HeadStatus | None = None
-        self._exit, self._stack = ExitStack(), Stack(spec)
-        self._adapter: AdapterClient | None = None
+        """what the adapter did, once the lane was served"""
 
-    def start(self) -> None:
-        """Start the stack, warm it up and hold it still."""
-        stack = self._exit.enter_context(self._stack)
-        self.client = self._exit.enter_context(Client(stack.address))
-        if "adapter" in stack.services:
-            self._adapter = self._exit.enter_context(AdapterClient(stack.services["adapter"].address))
-        with self.running():  # a plain request: an adapter hears nothing of it
-            self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Start the stack, warm it up and hold it still; at the end ask the adapter what it did, and stop everything.
 
-    def stop(self) -> None:
-        """Ask the adapter what it did, and stop everything. Raises what the stack's end raises."""
-        self.send(signal.SIGCONT)
-        try:
-            if self._adapter is not None:
+        Raises what the stack's end raises.
+        """
+        self._stack = Stack(self.spec)
+        with self._stack as stack, Client(stack.address) as self.client:
+            try:
+                with self.running():  # a plain request: an adapter hears nothing of it
+                    self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
+                yield
+            finally:
+                self.send(signal.SIGCONT)
+            if "adapter" in stack.services:
                 time.sleep(WAKE_S)
-                self.status = self._adapter.status(history=MAX_HISTORY)[0]
-        finally:
-            self._exit.close()
+                with AdapterClient(stack.services["adapter"].address) as adapter:
+                    self.status = adapter.status(history=MAX_HISTORY)[0]
 
-    @contextlib.contextmanager
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Let it run meanwhile."""
         self.send(signal.SIGCONT)
@@ -98,7 +189,7 @@ class Lane:
     def send(self, number: signal.Signals) -> None:
         """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""
         for pid in self._stack.pids:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
@@ -126,28 +217,25 @@ def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
 
 def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
     """Serve the stream with every lane, some queries at a time, in alternating order."""
-    started: list[Lane] = []
-    with Progress("answers", len(lanes) * len(stream)) as progress:
-        try:
-            for lane in lanes:
-                progress.say(f"starting {lane.name}")
-                started.append(lane)
-                lane.start()
-            for number, at in enumerate(range(0, len(stream), TURN)):
-                for lane in lanes if number % 2 == 0 else reversed(lanes):
-                    progress.say(lane.name)
-                    prompts = [query.prompt for query in stream[at : at + TURN]]
-                    lane.answer(prompts)
-                    progress.add(len(prompts))
-        finally:
-            for lane in reversed(started):
-                lane.stop()
+    with Progress("answers", len(lanes) * len(stream)) as progress, ExitStack() as served:
+        for lane in lanes:
+            progress.say(f"starting {lane.name}")
+            served.enter_context(lane.serving())
+        for number, at in enumerate(range(0, len(stream), TURN)):
+            for lane in lanes if number % 2 == 0 else reversed(lanes):
+                progress.say(lane.name)
+                prompts = [query.prompt for query in stream[at : at + TURN]]
+                lane.answer(prompts)
+                progress.add(len(prompts))
 
 
-def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], base: StackSpec, report: Report) -> None:
-    """Add a row for each lane, their table and checks to the report."""
-    with ReferenceProcess(base) as reference:
-        verdicts = judged_lanes(lanes, stream, reference)
+def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Any, report: Report) -> None:
+    """Add a row for each lane, their table and checks to the report.
+
+    The first lane's answers are re-scored, the others' compared with them first.
+    """
+    asked = [(reference.text.encode(query.prompt), GREEDY) for query in stream]
+    verdicts = judged(reference, asked, {lane.name: lane.answers for lane in lanes})
     report.rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
     if report.rows[0]["method"] == NEVER:
         for row in report.rows:
@@ -158,17 +246,13 @@ def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], base: Sta
     report.figures = {"interval": INTERVAL, "stream": [query.part for query in stream]}
 
 
-def judged_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Any) -> dict[str, list[Verdict]]:
-    """By lane a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
-    asked = [(reference.text.encode(query.prompt), GREEDY) for query in stream]
-    return judged(reference, asked, {lane.name: lane.answers for lane in lanes})
-
-
 def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verdict]) -> Row:
     """The figures of a lane, its parts of the stream and the last third of the first one; its speedup is over never."""
     answers, status = lane.answers, lane.status
     changes = [plain(change) for change in status.changes] if status else []
     trained = [change for change in changes if change["what"] in TRAINED]
+    # By the median of a kind: some were held still halfway.
+    seconds = [[change["train_s"] for change in trained if change["what"] == kind] for kind in TRAINED]
     places: dict[str, list[int]] = {}
     for number, query in enumerate(stream):
         places.setdefault(query.part, []).append(number)
@@ -182,19 +266,12 @@ def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verd
     return make_row(lane.name, answers, verdicts, lane.spec.budget or 0) | {
         "updates": len(trained),
         "reverts": status.reverts if status else 0,
-        "train_s": sum(
-            _seconds([change["train_s"] for change in trained if change["what"] == kind]) for kind in TRAINED
-        ),
+        "train_s": sum(len(took) * statistics.median(took) for took in seconds if took),
         "parts": parts,
         "query_tau": [answer.tau for answer in answers],
         "query_tokens_per_s": [answer.tokens_per_s for answer in answers],
         "changes": changes,
     }
-
-
-def _seconds(took: Sequence[float]) -> float:
-    """Seconds of updates of one kind, by the median: some were held still halfway."""
-    return len(took) * statistics.median(took) if took else 0.0
 
 
 def adapt_line(row: Row) -> dict[str, Any]:

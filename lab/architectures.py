@@ -5,18 +5,16 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from coppice.engine.attention import one_line
 from coppice.engine.engine import Engine
@@ -32,12 +30,9 @@ _LIMIT_S = 180.0
 COLUMNS = ("class", "verdict", "models", "why")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What became of one tiny model; `reason` is empty for an exact one that says what `generate` says."""
 
-    kind: str
-    variant: str
     name: str
     """of the class"""
     verdict: str
@@ -49,31 +44,26 @@ def architectures(console: Console, table: Path | None = None, kinds: Iterable[s
 
     With `table` the rows are written there, as CSV.
     """
-    wanted = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
-    findings = []
-    for number, (kind, variant) in enumerate(wanted, 1):
-        findings.append(finding := try_one(kind, variant))
-        line = f"{number}/{len(wanted)} {kind} {variant}: {finding.verdict} {finding.reason}"
+    tried = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
+    models, counts = defaultdict[tuple[str, str, str], list[str]](list), Counter[str]()
+    for number, (kind, variant) in enumerate(tried, 1):
+        finding = try_one(kind, variant)
+        counts[finding.verdict] += 1
+        models[finding.name, finding.verdict, finding.reason].append(f"{kind} {variant}".strip())
+        line = f"{number}/{len(tried)} {kind} {variant}: {finding.verdict} {finding.reason}"
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    by_class: dict[tuple[str, str, str], list[str]] = {}
-    for finding in findings:
-        models = by_class.setdefault((finding.name, finding.verdict, finding.reason), [])
-        models.append(f"{finding.kind} {finding.variant}".strip())
-    rows = [(name, verdict, ", ".join(models), reason) for (name, verdict, reason), models in by_class.items()]
+    rows = [(name, verdict, ", ".join(its), reason) for (name, verdict, reason), its in models.items()]
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*row)
     console.print(shown)
-    verdicts, classes = (
-        Counter(f.verdict for f in findings),
-        Counter(verdict for _, verdict in {row[:2] for row in rows}),
-    )
-    counts = [f"{verdicts[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in verdicts]
-    console.print(", ".join(counts), highlight=False)
+    classes = Counter(verdict for _, verdict in {(name, verdict) for name, verdict, _ in models})
+    summary = ", ".join(f"{count} {verdict} ({classes[verdict]} classes)" for verdict, count in counts.items())
+    console.print(summary, highlight=False)
     if table:
         with table.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-    return not any(finding.verdict in (WRONG, FAILED) for finding in findings)
+    return not counts[WRONG] + counts[FAILED]
 
 
 def try_one(kind: str, variant: str) -> Finding:
@@ -85,13 +75,14 @@ def try_one(kind: str, variant: str) -> Finding:
     child = forks.Process(target=examine, args=(kind, variant, there), daemon=True)
     child.start()
     there.close()
+    name = model_types()[kind]
     try:
         if not here.poll(_LIMIT_S):
-            return Finding(kind, variant, model_types()[kind], FAILED, f"not done after {_LIMIT_S:.0f} s")
+            return Finding(name, FAILED, f"not done after {_LIMIT_S:.0f} s")
         return Finding(*here.recv())
     except EOFError:
         child.join()
-        return Finding(kind, variant, model_types()[kind], FAILED, f"the process ended with {child.exitcode}")
+        return Finding(name, FAILED, f"the process ended with {child.exitcode}")
     finally:
         child.kill()
         child.join()
@@ -107,14 +98,14 @@ def examine(kind: str, variant: str, answer: Connection) -> None:
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
         try:
             name = save_tiny(kind, variant, Path(folder))
-            verdict, why = _serve(Path(folder))
+            verdict, reason = _serve(Path(folder))
         except NotTiny as error:
-            verdict, why = NOT_MADE, str(error)
+            verdict, reason = NOT_MADE, str(error)
         except CoppiceError as error:
-            verdict, why = REFUSED, str(error).replace(folder, "the folder")
+            verdict, reason = REFUSED, str(error).replace(folder, "the folder")
         except Exception as error:
-            verdict, why = FAILED, one_line(error)
-    answer.send((kind, variant, name, verdict, why))
+            verdict, reason = FAILED, one_line(error)
+    answer.send((name, verdict, reason))
 
 
 def _serve(folder: Path) -> tuple[str, str]:
@@ -123,24 +114,19 @@ def _serve(folder: Path) -> tuple[str, str]:
     prompt = list(range(3, 3 + 4 * _PROMPT, 4))
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     stock = load(folder, local_files_only=True, dtype=torch.float32).eval()
+    reason = ""
     with torch.inference_mode():
         try:
             text = stock.generate(torch.tensor([prompt]), max_new_tokens=_NEW, do_sample=False)[0, _PROMPT:].tolist()
-            why = ""
         except Exception as error:  # it is not what is tried here: the forward below says the same
-            text, why = [0] * _NEW, f"generate fails: {type(error).__name__}"
-        spoken = _decode(engine, prompt, text)
-        logits = stock(torch.tensor([prompt + spoken]), use_cache=False).logits[0, _PROMPT - 1 : -1]
-    if not _says(logits, spoken):
-        return WRONG, "a token is not the argmax of transformers' forward"
-    return EXACT, why or ("" if spoken == text else "generate says something else than its own forward")
-
-
-def _says(logits: Tensor, ids: list[int]) -> bool:
-    """Whether each id is the argmax of its row, of (n, V), but for rounding."""
-    gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+            text, reason = [0] * _NEW, f"generate fails: {type(error).__name__}"
+        decoded = _decode(engine, prompt, text)
+        logits = stock(torch.tensor([prompt + decoded]), use_cache=False).logits[0, _PROMPT - 1 : -1]
+    gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(decoded)[:, None])[:, 0]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().amax(-1)
-    return bool((gaps <= _ROUNDING * spread).all())
+    if bool((gaps > _ROUNDING * spread).any()):
+        return WRONG, "a token is not the argmax of transformers' forward"
+    return EXACT, reason or ("" if decoded == text else "generate says something else than its own forward")
 
 
 def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:

@@ -163,7 +163,8 @@ def adapt(options: Options) -> None:
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
         run_lanes(lanes, stream)
-        report_lanes(lanes, stream, base, report)
+        with ReferenceProcess(base) as reference:
+            report_lanes(lanes, stream, reference, report)
 
 
 @command(paper, "target", "heads", "prompts", "category", "chat", "budget", n=12, max_new_tokens=96)

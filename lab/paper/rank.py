@@ -30,8 +30,8 @@ from coppice.training.losses import (
 )
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.bare import wire_features
 from lab.report import Report
+from lab.synthetic import wire_features
 
 KEY = 0
 

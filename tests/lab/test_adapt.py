@@ -14,9 +14,22 @@ from coppice.errors import InvalidField
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import adapter_pb2 as pb
-from lab.adapt import BUDGET, INTERVAL, Lane, adapt_line, adapt_row, judged_lanes, lanes_of, spec_for
+from lab.adapt import (
+    BUDGET,
+    INTERVAL,
+    KIND_TURN,
+    Lane,
+    adapt_line,
+    lanes_of,
+    programs,
+    report_lanes,
+    shifted,
+    spec_for,
+    stories,
+    turning,
+)
 from lab.options import Options
-from lab.streams import TURN, programs, shifted, stories, turning
+from lab.report import Report
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 
@@ -28,10 +41,10 @@ def test_streams_are_different_prompts_in_the_same_order() -> None:
     assert stream == shifted(300)
     assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
     assert len({query.prompt for query in stream}) == 300
-    turns = turning(7 * TURN + 5)
-    kinds = [turns[at].part for at in range(0, len(turns), TURN)]
+    turns = turning(7 * KIND_TURN + 5)
+    kinds = [turns[at].part for at in range(0, len(turns), KIND_TURN)]
     assert kinds == [*("code", "stories", "maths") * 2, *("code", "stories")]
-    assert len({query.prompt for query in turns}) == len(turns) == 7 * TURN + 5
+    assert len({query.prompt for query in turns}) == len(turns) == 7 * KIND_TURN + 5
 
 
 def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
@@ -44,8 +57,9 @@ def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
     lanes[1].answers = [completion([1] * 7, 1.0, "a", ids) for ids in changed]
     change = pb.Change(query=3, what="full", version=1, train_s=2.0)
     lanes[1].status = pb.HeadStatus(changes=[change], reverts=1)
-    verdicts = judged_lanes(lanes, stream, reference)
-    rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
+    report = Report("bench adapt", "float32", 1)
+    report_lanes(lanes, stream, reference, report)
+    rows = report.rows
     lines = [adapt_line(row) for row in rows]
     assert [line["same/tie/wrong"] for line in lines] == ["5/0/0", "4/0/1"]
     assert [line["all"] for line in lines] == ["1.00 (7.0)"] * 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from coppice.engine import loading
 from coppice.engine.attention import Layer, Sdpa
 from coppice.testing import tiny_models
-from coppice.testing.tiny_models import model_types, variants
+from coppice.testing.tiny_models import model_types
 from lab import architectures as sweep
 from lab.architectures import (
     EXACT,
@@ -28,12 +30,6 @@ from lab.architectures import (
 )
 
 
-@pytest.fixture
-def console() -> Console:
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        yield Console(file=nowhere)
-
-
 @pytest.mark.parametrize(
     ("kind", "variant", "verdict"),
     [
@@ -46,9 +42,9 @@ def console() -> Console:
     ],
 )
 def test_a_class_gets_its_verdict(kind: str, variant: str, verdict: str) -> None:
-    one = try_one(kind, variant)
-    assert (one.verdict, one.name) == (verdict, model_types()[kind])
-    assert bool(one.reason) == (verdict == REFUSED)
+    finding = try_one(kind, variant)
+    assert (finding.verdict, finding.name) == (verdict, model_types()[kind])
+    assert bool(finding.reason) == (verdict == REFUSED)
 
 
 def spoiled(kind: str, variant: str, answer: Connection) -> None:
@@ -73,28 +69,29 @@ def too_large(kind: str, variant: str, answer: Connection) -> None:
     examine(kind, variant, answer)
 
 
-def test_wrong_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "examine", spoiled)
-    assert try_one("llama", "").verdict == WRONG
-
-
-def test_a_crash_and_a_class_that_cannot_be_made_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "examine", ended)
-    assert try_one("llama", "") == Finding("llama", "", "LlamaForCausalLM", FAILED, "the process ended with 9")
-    monkeypatch.setattr(sweep, "examine", too_large)
-    assert try_one("llama", "").verdict == NOT_MADE
-
-
-def test_the_table_has_a_row_for_each_class_and_verdict(
-    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("examined", "found"),
+    [
+        (spoiled, (WRONG, "a token is not the argmax of transformers' forward")),
+        (ended, (FAILED, "the process ended with 9")),
+        (too_large, (NOT_MADE, "")),
+    ],
+)
+def test_wrong_text_a_crash_and_a_class_that_cannot_be_made_are_findings(
+    examined: Callable[..., None], found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried(kind: str, variant: str) -> Finding:
-        return Finding(kind, variant, "Llama", REFUSED, "no, more") if variant else Finding(kind, "", "Llama", EXACT)
+    monkeypatch.setattr(sweep, "examine", examined)
+    finding = try_one("llama", "")
+    assert (finding.name, finding.verdict) == ("LlamaForCausalLM", found[0])
+    assert found[1] in finding.reason
 
-    monkeypatch.setattr(sweep, "try_one", tried)
-    table = tmp_path / "models.csv"
+
+def test_the_table_has_a_row_for_each_class_and_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sweep, "try_one", lambda kind, variant: Finding("Llama", *((REFUSED, "no, more") if variant else (EXACT,)))
+    )
+    table, console = tmp_path / "models.csv", Console(file=io.StringIO())
     assert architectures(console, table, ["llama"])
-    assert variants("llama") == ["", "one key head"]
     assert table.read_text().splitlines() == [
         "class,verdict,models,why",
         "Llama,exact,llama,",

@@ -18,13 +18,13 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
-from lab.bare import Bare
 from lab.cli import app, with_heads
 from lab.measuring import Bench
 from lab.options import Options
 from lab.questions import Question, benchmark_names
 from lab.report import HF_GENERATE, Report
 from lab.run import ALL, HF_ASSISTED, PEERS, Cell, Pairs, add_tables, methods_of, run_exact, run_methods
+from lab.synthetic import Bare
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB, save_random
