@@ -17,9 +17,8 @@ from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws
-from coppice.commands.generate import figures
+from coppice.commands.generate import figures, print_tree
 from coppice.commands.options import stack_spec
-from coppice.commands.tree_view import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.prompts.files import FilePrompt, demo_prompts
@@ -90,7 +89,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     console.print(Text(f"\n{figures(completion)}"), style="dim")
     if completion.trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
-        show(longest(completion.trees), console)
+        print_tree(completion.trees, console)
     return completion
 
 

@@ -3,21 +3,23 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Options
 from coppice.commands.options import names
-from coppice.commands.tree_view import longest, show
 from coppice.errors import InvalidField
 from coppice.prompts.files import FilePrompt, read_prompts
-from coppice.wire.generation import Chunk, Origin
+from coppice.wire.generation import Chunk, Origin, StepTree
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
 Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
@@ -89,7 +91,7 @@ def generate(
             for question in (*each.later, None):
                 completion = print_answer(client, conversation, options, Accumulator(), as_json)
                 if completion.trees and not as_json:
-                    show(longest(completion.trees), Console())
+                    print_tree(completion.trees, Console())
                 if question is not None:
                     conversation = _continued(conversation, completion.text, question)
 
@@ -248,3 +250,53 @@ def _lines() -> Iterator[str]:
     except (EOFError, KeyboardInterrupt):
         if terminal:
             print()
+
+
+TERMINAL_COLOURS = ("green", "blue", "magenta", "cyan", "yellow")
+WIDEST_LABEL = 14
+
+
+def _children(tree: StepTree) -> Mapping[int, list[int]]:
+    """Each node's children, the likeliest first."""
+    below: dict[int, list[int]] = defaultdict(list)
+    for node, parent in enumerate(tree.parents, 1):
+        below[parent].append(node)
+    for nodes in below.values():
+        nodes.sort(key=lambda node: -tree.log_probs[node - 1])
+    return below
+
+
+def _label(tree: StepTree, node: int) -> str:
+    """The text of a node, or of the root, as it can be shown on one line; its id if it has none."""
+    piece, token = (tree.pieces[node - 1], tree.tokens[node - 1]) if node else (tree.root_piece, tree.root)
+    shown = repr(piece)[1:-1].replace(" ", "␣") if piece else str(token)
+    return shown if len(shown) <= WIDEST_LABEL else f"{shown[: WIDEST_LABEL - 1]}…"
+
+
+def _colour(forward: int) -> str:
+    """The colour of what a drafter's forward made; forwards count from 1."""
+    return TERMINAL_COLOURS[(forward - 1) % len(TERMINAL_COLOURS)]
+
+
+def print_tree(trees: Sequence[StepTree], console: Console) -> None:
+    """Print the draft tree whose accepted path is the longest (SpecBlock, figure 7): a colour for each forward of the
+    drafter, accepted nodes bold with a check mark, what the verifier left out struck.
+    """
+    tree = max(trees, key=lambda tree: len(tree.accepted))
+    below, accepted, cut = _children(tree), set(tree.accepted), set(tree.cut)
+
+    def add(branch: Tree, node: int) -> None:
+        for child in below[node]:
+            colour = _colour(tree.forwards[child - 1])
+            taken = child in accepted
+            text = Text(_label(tree, child), style=f"{'bold ' * taken}{'strike ' * (child in cut)}{colour}")
+            add(branch.add(text.append(" ✓" if taken else "")), child)
+
+    root = Tree(Text(_label(tree, 0), style="red"))
+    add(root, 0)
+    console.print(root)
+    key = Text("forward ")
+    for forward in sorted(set(tree.forwards)):
+        key.append(f"{forward} ", style=_colour(forward))
+    left_out = f", {len(tree.cut)} left out" if tree.cut else ""
+    console.print(key.append(f"· {len(tree.tokens)} nodes, {len(tree.accepted)} accepted ✓{left_out}"))

@@ -13,6 +13,10 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from coppice.config.settings import Settings
+from coppice.stack.child import OPENMP_SPINS
+from coppice.stack.launch import MODULES
+from coppice.stack.process import environment
+from coppice.stack.spec import checkout
 
 EVERY_ROLE = ("server", "tls", "limits")
 ROLES = {
@@ -25,10 +29,7 @@ ROLES = {
         "Serve generation over verifiers and drafters.",
         ("orchestrator", "directory", "adaptation", "telemetry"),
     ),
-    "adapter": (
-        "Train draft heads while they serve.",
-        ("adapter", "adaptation", "directory"),
-    ),
+    "adapter": ("Train draft heads while they serve.", ("adapter", "adaptation", "directory")),
 }
 """What each role does, and the sections it reads beside those of every role."""
 
@@ -55,14 +56,11 @@ class _Service(TyperCommand):
 def _option(section: str, name: str, field: FieldInfo, panel: str) -> Parameter:
     """A setting as an option of a command."""
     kind: Any = field.annotation
-    type_name = str(kind) if get_args(kind) else kind.__name__
-    if get_origin(kind) is Literal:
-        type_name = "|".join(get_args(kind))
+    values = "|".join(get_args(kind)) if get_origin(kind) is Literal else str(kind) if get_args(kind) else kind.__name__
     default = None if field.default in ("", []) else str(field.default)
-    told = typer.Option(f"--{section}.{name}", metavar=f"<{type_name}>", help=field.description, rich_help_panel=panel)
-    return Parameter(
-        f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[str | None, told]
-    )
+    option = typer.Option(f"--{section}.{name}", metavar=f"<{values}>", help=field.description, rich_help_panel=panel)
+    annotation = Annotated[str | None, option]
+    return Parameter(f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _options(section: str) -> list[Parameter]:
@@ -76,11 +74,6 @@ def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:
     """Make a role a command."""
 
     def serve(context: typer.Context, **_: Any) -> None:
-        from coppice.stack.child import OPENMP_SPINS
-        from coppice.stack.launch import MODULES
-        from coppice.stack.process import environment
-        from coppice.stack.spec import checkout
-
         command = [sys.executable, "-m", MODULES[role], *context.args]
         os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment(checkout())})  # noqa: S606
 

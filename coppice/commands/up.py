@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from coppice.commands.hub import find_model
 from coppice.commands.options import Heads, stack_spec
 from coppice.commands.top import Monitor
 from coppice.config.model import ends_line, text_ends, warning_of
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
+from coppice.errors import InvalidField
 from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
@@ -31,6 +31,10 @@ from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
 WATCH_S, POLL_S = 0.5, 0.2
+# Weights that run no code, and what configures the model, its tokenizer and its chat template; in its main folder only,
+# and without Mistral's second copy of the weights.
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+UNWANTED = ("*/*", "consolidated*")
 
 
 def up(
@@ -101,6 +105,49 @@ def up(
         if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
             _warn(f"head {each.name}: {warning}")
     _run(Stack(spec, log_dir=log_dir), ready_file)
+
+
+def find_model(model: str | None, target: Path | None, revision: str | None) -> tuple[Path | None, str]:
+    """The folder of what MODEL or --target names, and a model's name if it is one of the Hugging Face Hub, which is
+    fetched into its cache. Raises InvalidField.
+    """
+    if model and target:
+        raise InvalidField("MODEL", "is the same thing as --target: give one of them")
+    if model and not Path(model).exists():
+        return _fetch(model, revision), model
+    if revision:
+        raise InvalidField("revision", "is a MODEL's of the Hub, and none is named")
+    return Path(model) if model else target, ""
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    """The folder of a snapshot; what the cache lacks of it is downloaded, with progress on stderr."""
+    if load_settings([]).server.production:
+        raise InvalidField("MODEL", f"{model} is no folder, and in production (server.production) nothing is fetched")
+    from huggingface_hub import constants, errors, snapshot_download
+
+    hub = constants.ENDPOINT
+    try:
+        fetched = snapshot_download(
+            model, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
+        )
+    except errors.HFValidationError:
+        reason = "is neither a folder nor a name such as Qwen/Qwen3-8B"
+    except errors.GatedRepoError:
+        reason = f"is for those whom its owner grants access at {hub}; HF_TOKEN says who you are"
+    except errors.RepositoryNotFoundError:
+        reason = f"is no folder, and no model at {hub} that you may read (HF_TOKEN says who you are)"
+    except errors.RevisionNotFoundError:
+        raise InvalidField("revision", f"{model} has no revision {revision}") from None
+    except errors.LocalEntryNotFoundError:
+        reason = f"is no folder, the cache does not hold it whole, and {hub} does not answer"
+    except Exception as error:  # of its HTTP client, which is not the same in all versions, and of the disk
+        reason = f"could not be fetched from {hub}: {' '.join(str(error).split())}"
+    else:
+        if any(Path(fetched).glob("*.safetensors")):
+            return Path(fetched)
+        reason = "has no weights as safetensors, and no others are loaded"
+    raise InvalidField("MODEL", f"{model} {reason}")
 
 
 def _warn(line: str) -> None:

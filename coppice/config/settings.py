@@ -135,19 +135,6 @@ def _check_names(arguments: Sequence[str]) -> None:
             raise _no_such(variable, variables)
 
 
-def _check_file(file: str) -> None:
-    """What YAML itself, or a file that is no mapping, would raise is not for people to read."""
-    path = Path(file)
-    if not path.is_file():
-        raise InvalidField("config", f"no such file: {file}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
-    if content is not None and not isinstance(content, dict):
-        raise InvalidField("config", f"{file} is not a mapping of sections")
-
-
 def load_settings(
     arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Settings:
@@ -162,11 +149,14 @@ def load_settings(
         os.environ["COPPICE_CONFIG"] = arguments[at + 1]
         del arguments[at : at + 2]
     _check_names(arguments)
-    if file := os.environ.get("COPPICE_CONFIG"):
-        _check_file(file)
+    file = os.environ.get("COPPICE_CONFIG", "")
+    if file and not Path(file).is_file():
+        raise InvalidField("config", f"no such file: {file}")
     try:
         given: dict[str, Any] = {name: dict(section) for name, section in (defaults or {}).items()}
         return Settings(_cli_parse_args=arguments, **given)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][:2])
@@ -177,3 +167,7 @@ def load_settings(
         value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
         named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]
         raise InvalidField(named[0] if named else "settings", f"is no JSON: {error}") from None
+    except (TypeError, ValueError):
+        if not file:
+            raise
+        raise InvalidField("config", f"{file} is not a mapping of sections") from None

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from coppice.client.client import Client
-from coppice.commands.hub import find_model
+from coppice.commands.up import find_model
 from coppice.errors import InvalidField
 from coppice.testing.reference import Reference
 from tests.tiny import make_target
