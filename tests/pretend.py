@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -46,8 +45,6 @@ class Counts:
     """synchronisations other than the one that each copy to the host is"""
     host_bytes: int = 0
     """copied to the host"""
-    operators: Counter[str] = field(default_factory=Counter)
-    """launches by their names"""
 
     @property
     def copies(self) -> tuple[int, int]:
@@ -143,7 +140,6 @@ def _copied(tensor: Tensor, to_host: bool) -> None:
 
 def _launched(name: str) -> None:
     _here.counts.launches += LAUNCHES.get(name, 1)
-    _here.counts.operators[name] += 1
 
 
 class _Mode(TorchFunctionMode):

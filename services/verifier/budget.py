@@ -98,7 +98,7 @@ class Profile:
 
     def __init__(self) -> None:
         self._means: list[float] = []  # of as many nodes as the largest tree had
-        self._told: int | None = None  # the last hint
+        self._last_hint: int | None = None
 
     def observe(self, scores: Iterable[float]) -> None:
         """Take in the (n,) log-probabilities of a tree's nodes; more than a head may draft are not looked at.
@@ -108,7 +108,7 @@ class Profile:
         """
         chances = sorted(map(math.exp, scores), reverse=True)[:MAX_HEAD_NODES]
         means, size = self._means, len(chances)
-        if self._told is not None and 0 < size >= self._told:
+        if self._last_hint is not None and 0 < size >= self._last_hint:
             chances += chances[-1:] * (len(means) - size)
         moved = [mean + self.RATE * (new - mean) for mean, new in zip(means, chances, strict=False)]
         self._means = moved + chances[len(means) :] + means[len(chances) :]
@@ -121,8 +121,8 @@ class Profile:
         """
         promised = list(accumulate(accumulate(self._means, min), initial=1.0))
         best = _best(promised, seconds(range(rows, rows + sessions * len(promised), sessions)))
-        self._told = None if best == len(self._means) else best
-        return self._told
+        self._last_hint = None if best == len(self._means) else best
+        return self._last_hint
 
 
 _ROWS = (1, 16, 64, 4, 256, 2, 8, 32, 128, 512)  # the first ones say most, should time run out
@@ -161,16 +161,15 @@ class Pruner:
     def cut(self, steps: Sequence[Job], prefill_rows: int) -> None:
         """Leave out of all steps of the next forward the nodes that would cost more than they promise."""
         self._rows = len(steps) + prefill_rows
-        grown = [job for job in steps if len(job.tree)]
-        open_ = [job for job in grown if not job.whole]
-        if not open_:
+        prunable = [job for job in steps if len(job.tree) and not job.whole]
+        if not prunable:
             return
-        scores = [path_scores(job.tree).tolist() for job in open_]
+        scores = [path_scores(job.tree).tolist() for job in prunable]
         for of_tree in scores:
             self._profile.observe(of_tree)
-        whole = [score for job in grown if job.whole for score in path_scores(job.tree).tolist()]
+        whole = [score for job in steps if job.whole and len(job.tree) for score in path_scores(job.tree).tolist()]
         gain = len(steps) + sum(map(math.exp, whole))
-        for job, budget in zip(open_, share(scores, self._rows + len(whole), gain, self._seconds), strict=True):
+        for job, budget in zip(prunable, share(scores, self._rows + len(whole), gain, self._seconds), strict=True):
             job.cut(budget)
 
     def hint(self, sessions: int) -> int | None:

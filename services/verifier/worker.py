@@ -276,17 +276,17 @@ class Worker(BatchingThread):
 
         logits: (R, V) of all jobs. drawn: (R,) ids that a device drew, if one did.
         """
-        well: list[Job] = []
+        readable: list[Job] = []
         first = start = 0
         for job in jobs:
             end = start + len(job.piece.keep)
             try:
                 job.read(first, logits[start:end], drawn[start:end])
-                well.append(job)
+                readable.append(job)
             except Exception as error:
                 self._end(job, error)
             first, start = first + len(job.piece.tokens), end
-        return well
+        return readable
 
     def _commit(self, jobs: list[Job], shared: VerifyTimings, hint: int | None) -> None:
         """Commit every job's part, and answer those that are complete, behind all commits: drafting goes on first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -312,15 +311,11 @@ BAD_TREES = {
 }
 
 
-async def test_a_bad_opening_is_refused_by_field(verifier: Service) -> None:
+async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
     async with verifying(verifier) as stub:
         for field, changes in BAD_OPENS.items():
             with pytest.raises(InvalidField, match=rf"^{field}"):
                 await VerifierClient(stub, **changes).open()
-
-
-async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
-    async with verifying(verifier) as stub:
         other = VerifierClient(stub, "other")
         await other.open()
         for field, bad in BAD_TREES.items():
@@ -349,10 +344,8 @@ async def test_a_session_that_finds_no_kv_waits_its_turn_and_is_refused_after_a_
         holders = [VerifierClient(stub, f"holder-{number}", max_len=128) for number in range(2)]
         for holder in holders:
             await holder.open()
-        began = time.monotonic()
         with pytest.raises(Overloaded, match=r"KV tokens became free within 0\.4 s"):
             await VerifierClient(stub, "late").open()
-        assert time.monotonic() - began >= 0.4
         waiting = asyncio.create_task(VerifierClient(stub, "patient").open())
         await asyncio.sleep(0.05)
         holders[0].call.cancel()
@@ -447,10 +440,6 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
             told = await target_of(verifier_pb2_grpc.VerifierServiceStub(called))
             assert (told.name, told.vocab_size, told.max_len, told.layers) == (target.name, VOCAB, MAX_LEN, LAYERS)
             assert (told.hidden_size, told.eos_ids, told.dtype, told.kv_tokens) == (64, (0,), "float32", 65_536)
-        alive = await stub.Check(health_pb2.HealthCheckRequest(service=""))
-        assert alive.status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
         service = await starting
         async with verifying(service) as sessions, Dialer().open(service.address) as called:
             there = health_pb2_grpc.HealthStub(called).Watch(asked)
@@ -459,7 +448,6 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
             for client in clients:
                 await client.open()
             await clients[0].verify()
-            began = time.monotonic()
             stopped = asyncio.create_task(asyncio.to_thread(service.stop))
             for client in clients:
                 with pytest.raises(Unavailable, match="draining"):
@@ -468,5 +456,4 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
                 assert (await each.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert await there.read() is grpc.aio.EOF
             assert await stopped == 0
-            assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
     assert "Traceback" not in service.log
