@@ -76,8 +76,7 @@ class _Guarded:
         if self._certificates is not None:
             before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
             if self._certificates is not before:
-                self._retire(list(self._current.values()))
-                self._current.clear()
+                self._current.clear()  # a channel goes when its last call ends
             name = self._tls.server_name or (SERVED_BY.get(service, ""))
         if name not in self._current:
             options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
@@ -92,28 +91,18 @@ class _Guarded:
             self._current[name] = channel
         return self._current[name]
 
-    def _retire(self, channels: list[Any]) -> None:
-        """No call will begin on these."""
-
 
 class GuardedChannel(_Guarded):
     """For callers without an event loop; may be used from several threads."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._retired: list[Any] = []
-
-    def _retire(self, channels: list[Any]) -> None:
-        self._retired += channels
-
     def close(self) -> None:
-        """End every call."""
-        for channel in (*self._retired, *self._current.values()):
+        """End the calls of the channels in use."""
+        for channel in self._current.values():
             channel.close()
 
 
 class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel"]):
-    """For callers on an event loop; an async context manager. A retired channel goes when its last call ends."""
+    """For callers on an event loop; an async context manager."""
 
     async def close(self) -> None:
         """End the calls of the channels in use."""
