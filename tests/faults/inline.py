@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from coppice.config.settings import Settings
 from coppice.errors import Unavailable
@@ -27,44 +30,32 @@ from services.verifier.service import VerifierServicer
 from services.verifier.worker import Worker as Verifier
 
 
-@dataclass
-class Faults:
-    """What the pipeline does to its own sessions, when told to."""
+def lose_sessions(patch: pytest.MonkeyPatch) -> None:
+    """Let verifiers lose the session of every third step."""
+    verify, steps = Verifier.verify, itertools.count(1)
 
-    lose_steps: bool = False
-    """a verifier loses every session at some step"""
-    break_streams: bool = False
-    """the orchestrator loses every answer that was not resumed, after some tokens"""
-
-
-class _Losing:
-    """A verifier's worker that loses sessions."""
-
-    def __init__(self, worker: Verifier, faults: Faults) -> None:
-        self._worker, self._faults, self._steps = worker, faults, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    async def verify(self, key: int, step: Any, arrived: int) -> Any:
-        self._steps += 1
-        if self._faults.lose_steps and self._steps % 3 == 0:
+    async def lost(self: Verifier, *arguments: Any) -> Any:
+        if next(steps) % 3 == 0:
             raise Unavailable("lost")
-        return await self._worker.verify(key, step, arrived)
+        return await verify(self, *arguments)
+
+    patch.setattr(Verifier, "verify", lost)
 
 
-class _Breaking(GenerationServicer):
-    """An orchestrator that loses answers."""
+def break_streams(patch: pytest.MonkeyPatch) -> None:
+    """Let orchestrators lose every answer that was not resumed, after some tokens."""
+    answer = GenerationServicer.answer
 
-    faults: Faults
+    async def lost(self: GenerationServicer, message: Any, *arguments: Any) -> AsyncIterator[Any]:
+        async with aclosing(answer(self, message, *arguments)) as parts:
+            count = 0
+            async for part in parts:
+                if not message.resume_ids and count > 3:
+                    raise Unavailable("lost")
+                count += 1
+                yield part
 
-    async def Generate(self, message: Any, context: Any) -> AsyncIterator[Any]:
-        came = 0
-        async for response in super().Generate(message, context):
-            if self.faults.break_streams and not message.resume_ids and came > 3:
-                raise Unavailable("lost")
-            came += 1
-            yield response
+    patch.setattr(GenerationServicer, "answer", lost)
 
 
 @dataclass
@@ -73,7 +64,6 @@ class Pipeline:
 
     address: str
     verifiers: list[Verifier]
-    faults: Faults
 
 
 async def _served(close: AsyncExitStack, settings: Settings, role: str, service: Any, make: Any) -> str:
@@ -93,7 +83,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
         verifier={**told, "target": str(target), "name": "tiny", "prune": False},  # type: ignore[arg-type]
         orchestrator={"draft_deadline_ms": 5000.0, "budget": 8},  # type: ignore[arg-type]
     )
-    faults, verifiers, at, drafters_at = Faults(), list[Verifier](), list[str](), dict[str, str]()
+    verifiers, at, drafters_at = list[Verifier](), list[str](), dict[str, str]()
     async with AsyncExitStack() as close:
         for _ in range(2):
             worker = Verifier(settings.verifier, SessionMetrics("verifier"))
@@ -102,7 +92,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
             service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
 
             def verifying(waits: Any, worker: Any = worker) -> Any:
-                return VerifierServicer(settings, _Losing(worker, faults), worker.engine.info, waits)  # type: ignore[arg-type]
+                return VerifierServicer(settings, worker, worker.engine.info, waits)
 
             at.append(await _served(close, settings, "verifier", service, verifying))
             verifiers.append(worker)
@@ -126,10 +116,9 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
         }
         watching = [asyncio.create_task(one.watch()) for one in (pool, *pools.values())]
         await asyncio.gather(*(each.look_at_all() for each in pools.values()))
-        orchestrator = _Breaking(settings, description, pool, pools, None, metrics)
-        orchestrator.faults = faults
+        orchestrator = GenerationServicer(settings, description, pool, pools, None, metrics)
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         address = await _served(close, settings, "orchestrator", service, lambda _: orchestrator)
-        yield Pipeline(address, verifiers, faults)
+        yield Pipeline(address, verifiers)
         for task in watching:
             task.cancel()

@@ -31,7 +31,7 @@ from coppice.wire.common import FeatureRef, Fence, committed_hash
 from coppice.wire.verifier import OpenSession, VerifyStep
 from lab.identity import Ids, Question, Way, ask, compare, drawn_by, questions
 from orchestrator.targets import Replica
-from tests.faults.inline import Pipeline, pipeline
+from tests.faults.inline import Pipeline, break_streams, lose_sessions, pipeline
 from tests.mutants import MUTANTS
 from tests.tiny import make_target
 from tests.unit import test_law, test_weights
@@ -44,6 +44,8 @@ WAYS = {
     "sessions lost": Way("merge", 16, 4),
     "streams lost": Way("plain", sessions=4),
 }
+BREAKS = {"sessions lost": lose_sessions, "streams lost": break_streams}
+"""what happens to the pipeline in some ways"""
 TAU = 4.0
 """of a head that is the target itself, six deep, at T=1: less only where a text ends"""
 
@@ -69,10 +71,10 @@ class Rig:
         return self.runner.run({"tau": self.tau, "features": self.features, "fence": self.fence}[check]())
 
     async def identity(self, name: str) -> tuple[int, str]:
-        faults = self.running.faults
-        faults.lose_steps, faults.break_streams = name == "sessions lost", name == "streams lost"
-        said = await ask(self.running.address, self.asked, WAYS[name], NEW)
-        faults.lose_steps = faults.break_streams = False
+        with pytest.MonkeyPatch.context() as patch:
+            if name in BREAKS:
+                BREAKS[name](patch)
+            said = await ask(self.running.address, self.asked, WAYS[name], NEW)
         line = compare(name, self.expected, said)
         assert "UNAVAILABLE" not in line["difference"], f"nobody answered, which finds nothing: {line['difference']}"
         return (line["compared"], line["difference"]) if line["difference"] else (0, "")

@@ -44,7 +44,7 @@ IDLE_S = 0.5
 OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
 STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
 AT_LENGTH = bool(os.environ.get("COPPICE_PROOF"))
-STREAMS = 2000 if AT_LENGTH else 300
+STREAMS = 2000 if AT_LENGTH else 200
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
 QUIET_S, FASTER = (300.0, 1) if AT_LENGTH else (3.0, 20)  # no client pings twice a second
 PINGS_MS = 10_000  # as often as gRPC's other implementations let a client ping

@@ -34,10 +34,10 @@ from tests.processes import Service
 from tests.services.test_signal_stream import redis
 from tests.signals import eventually
 from tests.tiny import make_target
-from tests.unit.test_cli import run
+from tests.unit.test_cli import Run, run
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, build, save_random
 
-__all__ = ["redis"]  # the fixture
+__all__ = ["redis", "run"]  # the fixtures
 
 HEAD = "block"
 KILLS = 20 if os.environ.get("COPPICE_PROOF") else 2
@@ -167,13 +167,14 @@ def replicas_shown(adapter: Service) -> list[str]:
 
 
 def test_what_is_learnt_reaches_a_drafter_and_operators_see_it_and_take_it_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Bench,
+    run: Run,
 ) -> None:
     bench.drafter()
     adapter = bench.adapter()
 
     def command(*arguments: str) -> tuple[int, str, str]:
-        return run(monkeypatch, capsys, "adapter", *arguments, "--address", adapter.address)
+        return run("adapter", *arguments, "--address", adapter.address)
 
     for fields in ({"meta": "{}"}, {"meta": b"\xff", "by": b"x" * 10, "n": b"1"}):
         bench.add("queries", fields)
@@ -278,18 +279,15 @@ def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("name", "value", "reason"),
     [
-        (["--adaptation.redis", ""], "adaptation.redis: the adapter reads from Redis"),
-        (["--adapter.heads", "block"], "adapter.heads: Value error, 'block' is not NAME=VALUE"),
-        (["--adapter.drafters", "other=x:1"], "adapter.drafters: other is none of block"),
-        (["--adapter.drafters", ""], "adapter.drafters"),
-        (["--adapter.drafters", "block=dns:x"], "adapter.drafters: 'dns:x' is not HOST:PORT, dns:HOST:PORT or redis"),
+        ("adapter.heads", "block", "adapter.heads: Value error, 'block' is not NAME=VALUE"),
+        ("adapter.drafters", "other=x:1", "adapter.drafters: other is none of block"),
+        ("adapter.drafters", "block=dns:x", "adapter.drafters: 'dns:x' is not HOST:PORT, dns:HOST:PORT or redis"),
     ],
 )
-def test_unusable_settings_are_named(flags: list[str], why: str, head: Path, target: Path) -> None:
-    told = {"--adaptation.redis": "redis://127.0.0.1:1", "--adapter.heads": f"block={head}"}
-    told |= {"--adapter.drafters": "block=127.0.0.1:1", "--adapter.target": str(target)}
-    told |= dict(zip(flags[::2], flags[1::2], strict=True))
-    with pytest.raises(InvalidField, match=re.escape(why)):
-        asyncio.run(serve(load_settings([*itertools.chain(*told.items())])))
+def test_unusable_settings_are_named(name: str, value: str, reason: str, head: Path, target: Path) -> None:
+    flags = {"adaptation.redis": "redis://127.0.0.1:1", "adapter.heads": f"block={head}"}
+    flags |= {"adapter.drafters": "block=127.0.0.1:1", "adapter.target": str(target), name: value}
+    with pytest.raises(InvalidField, match=re.escape(reason)):
+        asyncio.run(serve(load_settings([part for flag, given in flags.items() for part in (f"--{flag}", given)])))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coppice.adaptation.weights import Weights
-from coppice.errors import InvalidField, Overloaded, StaleFence
+from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
 from coppice.rpc.channels import Dialer
@@ -193,17 +193,6 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
             again = await replica.push(push.header, push.parts)  # the answer may have been lost
             assert (again.version, again.weights_hash, again.swap_ns) == (weights.version, weights.hash, 0)
         assert trees[0].keys() != trees[1].keys()
-    # A replica that comes late gets all that differs from the checkpoint, at any time.
-    await asyncio.to_thread(early.stop)
-    late = await asyncio.to_thread(setup.start)
-    async with DrafterLink(late.address, Dialer()) as replica:
-        push = Push.of(KIND, one, two)
-        with pytest.raises(StaleFence, match=r"the parent is version 1 .*; expected version 0"):
-            await replica.push(push.header, push.parts)
-        push = Push.of(KIND, first, two)
-        await replica.push(push.header, push.parts)
-        assert await state(replica) == (4, two.hash)
-        assert_same(await first_tree(late, text, 4), trees[1])
 
 
 async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(drafter: Service, case: Case) -> None:
@@ -231,7 +220,7 @@ async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(
 
 
 async def test_many_pushes_while_sessions_draft_lose_no_step(setup: Setup, first: Weights) -> None:
-    pushes, sessions = 60, 4
+    pushes, sessions = 30, 4
     drafter = await asyncio.to_thread(setup.start)
     seen: list[int] = []
     ended = asyncio.Event()

@@ -86,19 +86,23 @@ def test_the_hash_is_the_documented_one_whatever_the_order_and_the_dtype(first: 
     assert Weights.of(turned).hash == first.hash
 
 
-@pytest.mark.parametrize("change", ["name", "shape", "bit", "sign of zero"])
-def test_the_hash_tells_weights_apart(change: str) -> None:
-    before = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
-    after = {name: tensor.clone() for name, tensor in before.items()}
-    if change == "name":
-        after["c"] = after.pop("b")
-    elif change == "shape":
-        after["a"] = after["a"].view(3, 2)
-    elif change == "bit":
-        after["b"][0] = np.nextafter(np.float32(1), np.float32(2)).item()
-    else:
-        after["a"][0, 0] = -0.0
-    assert Weights.of(before).hash != Weights.of(after).hash
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"b": None, "c": torch.ones(2)},
+        {"a": torch.zeros(3, 2)},
+        {"b": torch.tensor([np.nextafter(np.float32(1), np.float32(2)), 1.0])},
+        {"a": torch.zeros(2, 3).neg()},
+    ],
+    ids=["name", "shape", "bit", "sign of zero"],
+)
+def test_the_hash_tells_weights_apart(changes: dict[str, Tensor | None]) -> None:
+    before: dict[str, Tensor | None] = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
+    hashes = [
+        Weights.of({name: tensor for name, tensor in tensors.items() if tensor is not None}).hash
+        for tensors in (before, before | changes)
+    ]
+    assert hashes[0] != hashes[1]
 
 
 def test_changed_weights_have_the_hash_of_all_their_tensors_and_share_the_others(first: Weights) -> None:
@@ -136,9 +140,6 @@ def test_a_corruption_is_refused_and_says_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=why):
         staged(make(case), case)
-
-
-def test_the_good_push_that_the_corruptions_spoil_is_taken(case: Case) -> None:
     assert staged(case.good, case).hash == case.new.hash
 
 
