@@ -117,19 +117,18 @@ def test_a_quantised_folder_says_what_transformers_says(name: str, dtype: str, f
 
 
 @pytest.mark.parametrize(
-    ("quantization", "said"),
+    ("method", "options", "reason"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "GPTQ quantized model requires optimum"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "AWQ quantized model requires gptqmodel"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "requires bitsandbytes"),
-        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "No module named 'torchao'"),
+        ("gptq", {"bits": 4, "group_size": 32}, "GPTQ quantized model requires optimum"),
+        ("awq", {"bits": 4, "group_size": 32}, "AWQ quantized model requires gptqmodel"),
+        ("bitsandbytes", {"load_in_4bit": True}, "requires bitsandbytes"),
+        ("torchao", {"quant_type": "int8_weight_only"}, "No module named 'torchao'"),
     ],
-    ids=lambda value: value["quant_method"] if isinstance(value, dict) else "",
 )
 def test_a_kind_whose_package_is_missing_is_refused_in_a_line_that_names_it(
-    quantization: dict[str, Any], said: str, folder: Path
+    method: str, options: dict[str, Any], reason: str, folder: Path
 ) -> None:
-    say(folder, quantization)
-    with pytest.raises(UnusableFolder, match=said) as refused:
+    say(folder, {"quant_method": method, **options})
+    with pytest.raises(UnusableFolder, match=reason) as refused:
         load_engine(folder, kv_tokens=256)
     assert "\n" not in str(refused.value)
