@@ -204,13 +204,13 @@ class ModelSize:
         if need <= devices * usable:
             return kv_tokens
         where = f"{devices} x {device}" if devices > 1 else device
-        kept = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
+        reserve = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
         enough = self._ranks_for(need / usable) if on_cuda and usable else 0
         advice = f"{enough} ranks on as many such devices would hold them; " if enough else ""
         raise InvalidField(
             "verifier.ranks" if enough else "target",
             f"{copies} x ({self.weights / GIB:.1f} GiB of weights + {kv / GIB:.1f} GiB of KV) are more than the "
-            f"{room / GIB:.1f} GiB of memory on {where}{kept}; {advice}a lower verifier.kv_tokens, bfloat16 or a "
+            f"{room / GIB:.1f} GiB of memory on {where}{reserve}; {advice}a lower verifier.kv_tokens, bfloat16 or a "
             "smaller target takes less",
         )
 

@@ -106,7 +106,7 @@ def _names() -> list[str]:
     return [f"{section}.{name}" for section, model in sections.items() for name in model.model_fields]
 
 
-def _no_such(what: str, known: Iterable[str]) -> InvalidField:
+def _no_such(what: str, names: Iterable[str]) -> InvalidField:
     """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
     name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
     section, _, setting = name.partition(".")
@@ -114,7 +114,7 @@ def _no_such(what: str, known: Iterable[str]) -> InvalidField:
         return InvalidField(what, "is no setting any more: what was its default always holds")
     if replacement := REPLACED.get(name, REPLACED.get(section)):
         return InvalidField(what, f"is no setting any more: {replacement}")
-    near = difflib.get_close_matches(what, list(known), n=1)
+    near = difflib.get_close_matches(what, list(names), n=1)
     return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
 
 

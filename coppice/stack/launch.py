@@ -176,10 +176,10 @@ class Stack:
         return ",".join(self._via(name, ready.address) for name, ready in self._orchestrators().items())
 
     def _orchestrators(self) -> dict[str, Ready]:
-        found = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
-        if not found:
+        orchestrators = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
+        if not orchestrators:
             raise ProcessFailed("the stack is not running")
-        return found
+        return orchestrators
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice up --ready-file` writes."""

@@ -108,12 +108,12 @@ def _check_device(field: str, device: str, ranks: int = 1) -> None:
     import torch
 
     try:
-        known = torch.device(device)
-        if known.type != "cuda":
-            torch.empty(0, device=known)
+        place = torch.device(device)
+        if place.type != "cuda":
+            torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidField(field, f"{device!r} is no device here: {str(error).splitlines()[0]}") from None
-    if known.type == "cuda" and (known.index or 0) + ranks > (count := torch.cuda.device_count()):
+    if place.type == "cuda" and (place.index or 0) + ranks > (count := torch.cuda.device_count()):
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         what = f"{device!r} for {ranks} ranks" if ranks > 1 else f"{device!r}"
         raise InvalidField(field, f"{what} is not here: torch is built {built} and finds {count} CUDA devices")

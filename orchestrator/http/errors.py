@@ -58,7 +58,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         message = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
         return error.status_code, envelope(error.status_code, message)
     if isinstance(error, RequestValidationError):
-        deepest = max(error.errors(), key=lambda found: len(found["loc"]))  # of what pydantic tried there
+        deepest = max(error.errors(), key=lambda each: len(each["loc"]))  # of what pydantic tried there
         field = _path([str(part) for part in deepest["loc"][1:]])
         reason = "is not served (docs/http.md#fields)" if deepest["type"] == "extra_forbidden" else deepest["msg"]
         return 400, envelope(400, f"{field or 'body'}: {reason}", field or None)
