@@ -29,25 +29,14 @@ ROOT = Path(__file__).parents[2]
 PROMPT = (5, 6, 7, 8, 5, 6, 7)
 NEW_TOKENS = 24
 
-# Every series that vLLM's dashboard of speculative decoding asks for
-# (examples/observability/dashboards/grafana/vllm_speculative_decoding.json of vllm-project/vllm).
-DASHBOARD = (
-    "vllm:spec_decode_num_drafts_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    "vllm:generation_tokens_total",
-    "vllm:inter_token_latency_seconds_bucket",
-    "vllm:inter_token_latency_seconds_sum",
-    "vllm:inter_token_latency_seconds_count",
-    "vllm:num_requests_running",
-)
-OTHERS = (
-    "vllm:prompt_tokens_total",
-    "vllm:time_to_first_token_seconds_bucket",
-    "vllm:e2e_request_latency_seconds_bucket",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
+# What vLLM's dashboard of speculative decoding asks for
+# (examples/observability/dashboards/grafana/vllm_speculative_decoding.json of vllm-project/vllm), and some more.
+SERIES = (
+    *(f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")),
+    *("spec_decode_num_accepted_tokens_per_pos_total", "generation_tokens_total", "prompt_tokens_total"),
+    *(f"inter_token_latency_seconds_{name}" for name in ("bucket", "sum", "count")),
+    *(f"{name}_seconds_bucket" for name in ("time_to_first_token", "e2e_request_latency")),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
 )
 
 
@@ -75,12 +64,12 @@ def test_vllms_dashboard_finds_every_series(stack: Stack, client: Client, target
     answer = client.generate(PROMPT, **told)
     after = scraped(stack)
     assert answer.finish_reason == ended_by
-    for name in (*DASHBOARD, *OTHERS):
-        assert after[name], name
-        for sample in after[name]:
-            assert sample.labels["model_name"] == target.name
-            assert sample.labels["engine"] == "0"
-    assert all(sample.labels["position"].isdigit() for sample in after[DASHBOARD[3]])
+    for name in SERIES:
+        assert after[f"vllm:{name}"], name
+        for sample in after[f"vllm:{name}"]:
+            assert (sample.labels["model_name"], sample.labels["engine"]) == (target.name, "0")
+    positions = [sample.labels["position"] for sample in after["vllm:spec_decode_num_accepted_tokens_per_pos_total"]]
+    assert all(map(str.isdigit, positions))
 
     def grew(name: str) -> float:
         return total(after, f"vllm:{name}") - total(before, f"vllm:{name}")
