@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from coppice.client.completion import Completion
 from coppice.limits import TREE_ROOM
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.progress import Progress
-from lab.measuring import Bench, Ids, asking
+from lab.measuring import Bench, asking
 from lab.report import Check
 from lab.services.asleep import Asleep
 
@@ -27,8 +26,6 @@ ASLEEP = {**MODULES, "verifier": "lab.services.verifier", "drafter": "lab.servic
 """what is run for each role"""
 METHODS = ("plain", f"single:{HEAD}")
 PROMPT = 32  # ids
-
-Line = dict[str, Any]
 
 
 def spec_of(asleep: Asleep, folder: Path, sessions: Sequence[int], new_tokens: int) -> StackSpec:
@@ -47,7 +44,7 @@ def spec_of(asleep: Asleep, folder: Path, sessions: Sequence[int], new_tokens: i
 
 def run_services(bench: Bench, asleep: Asleep, sessions: Sequence[int], temperatures: Sequence[float]) -> None:
     """Add a line for each temperature, number of sessions and method to the report."""
-    report, lines, wrong = bench.report, list[Line](), 0
+    report, lines, wrong = bench.report, list[dict[str, Any]](), 0
     cells = list(product(temperatures, sessions, METHODS))
     with Progress("cells", len(cells)) as progress:
         for temperature, count, method in cells:
@@ -62,34 +59,28 @@ client, verifier, drafter, orchestrator: CPU of a step of one session, ms"""
     report.checks.append(Check("wrong answers", wrong, "0", not wrong))
 
 
-def measured(bench: Bench, asleep: Asleep, method: str, sessions: int, sampling: SamplingParams) -> tuple[Line, int]:
+def measured(
+    bench: Bench, asleep: Asleep, method: str, sessions: int, sampling: SamplingParams
+) -> tuple[dict[str, Any], int]:
     """A line of the table, and how many answers were wrong: one answer a session, at least --n of them.
 
     Trees are verified whole, as who names a budget has them: what a sleeping forward's rows cost is noise.
     """
-    options = bench.options
-    prompts = [_prompt(seed, asleep.vocab_size) for seed in range(max(options.n, sessions))]
+    options, ids = bench.options, range(asleep.vocab_size)
+    seeds = range(max(options.n, sessions))
+    prompts = [tuple(random.Random(seed).choices(ids, k=PROMPT)) for seed in seeds]  # noqa: S311
     ask = asking(bench.client, options.max_new_tokens, sessions, policy=method, budget=options.budget)
     ask(prompts[:1], sampling)
     before, began = _cpu_ns(bench.stack), time.perf_counter()
     answers = ask(prompts, sampling)
     wall_s, after = time.perf_counter() - began, _cpu_ns(bench.stack)
-    wrong = sum(
-        answer.ids != asleep.text(prompt, options.max_new_tokens)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    )
-    return line_of(asleep, answers, wall_s, {name: after[name] - before[name] for name in before}), wrong
-
-
-def line_of(asleep: Asleep, answers: Sequence[Completion], wall_s: float, used_ns: dict[str, int]) -> Line:
-    """What some answers, made together in `wall_s` seconds, tell of a step; used_ns: CPU of each process meanwhile."""
-    timings = [answer.timings for answer in answers]
-    steps = sum(answer.steps for answer in answers)
+    texts = [asleep.text(prompt, options.max_new_tokens) for prompt in prompts]
+    wrong = sum(answer.ids != text for answer, text in zip(answers, texts, strict=True))
+    timings, steps = [answer.timings for answer in answers], sum(answer.steps for answer in answers)
     beside = np.array([split for timing in timings for split in timing.split_ns]) / 1e6
-    t_m, t_d = (
-        sum(getattr(timing, f"{part}_forward_ns") for timing in timings) / steps / 1e6 for part in ("target", "head")
-    )
-    used = {name: its / steps / 1e6 for name, its in used_ns.items()}
+    t_m = sum(timing.target_forward_ns for timing in timings) / steps / 1e6
+    t_d = sum(timing.head_forward_ns for timing in timings) / steps / 1e6
+    used = {name: (after[name] - before[name]) / steps / 1e6 for name in before}
     return {
         "tau": sum(sum(answer.accept_lengths) for answer in answers) / steps,
         "nodes": sum(sum(answer.verified_nodes) for answer in answers) / steps,
@@ -101,11 +92,7 @@ def line_of(asleep: Asleep, answers: Sequence[Completion], wall_s: float, used_n
         "steps/s": steps / wall_s,
         **used,
         "sessions/core": (asleep.t_m_ms + asleep.t_d_ms * (t_d > 0)) / used["orchestrator"],
-    }
-
-
-def _prompt(seed: int, vocab_size: int) -> Ids:
-    return tuple(random.Random(seed).choices(range(vocab_size), k=PROMPT))  # noqa: S311
+    }, wrong
 
 
 def _cpu_ns(stack: Stack) -> dict[str, int]:

@@ -19,7 +19,7 @@ from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.answers import Answer, AnswerPlan, record_answers
 from coppice.training.data import DataError, is_held_out
-from coppice.training.heads import build_student, draft_vocabulary, head_config
+from coppice.training.heads import build_student, head_config
 from coppice.training.losses import (
     LOSSES,
     RANK_AFTER,
@@ -143,7 +143,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
         assert torch.allclose(of_training[-1][0, row], served, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     """Of texts that go round in a circle of 16 tokens, whose features say which one each is."""
     parts, output = read_target(target), read_output(target)
@@ -171,18 +171,18 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     assert untrained < 2 < 4 < trained
 
 
-@pytest.mark.parametrize("distance", [soft_loss, l1_loss])
-def test_every_distance_falls_to_its_least_at_the_targets_distribution(distance: Any) -> None:
+def test_every_distance_falls_to_its_least_at_the_targets_distribution() -> None:
     draws = torch.Generator().manual_seed(1)
     taught = (2 * torch.randn(3, 20, generator=draws)).log_softmax(-1)
-    logits = torch.zeros(3, 20, requires_grad=True)
-    optimiser = torch.optim.Adam([logits], lr=0.05)
-    for _ in range(400):
-        optimiser.zero_grad()
-        distance(logits, taught).backward()
-        optimiser.step()
-    assert bool((overlap(logits.detach(), taught) > 0.97).all())
-    assert distance(logits[:0], taught[:0]).item() == 0
+    for distance in (soft_loss, l1_loss):
+        away = torch.randn(3, 20, generator=draws)
+        logits = (taught + 0.1 * away).requires_grad_()
+        loss = distance(logits, taught)
+        loss.backward()
+        assert loss > distance(taught, taught)
+        assert (logits.grad * away).sum() > 0  # downhill is back
+        assert distance(logits[:0], taught[:0]).item() == 0
+    assert torch.allclose(overlap(taught, taught), torch.ones(3))
 
 
 def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
@@ -284,9 +284,6 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     out = model.model(input_ids=read.ids, output_hidden_states=True)
     wanted = torch.cat([out.hidden_states[n] for n in (5, 1)], dim=-1)
     assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
-    assert sorted(draft_vocabulary(answers, 300, 5).tolist()) == sorted(
-        torch.bincount(answers.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
-    )
 
 
 def test_documents_too_few_to_hold_one_out_are_an_error_before_anything_is_recorded(tmp_path: Path) -> None:

@@ -7,14 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.config.model import warning_of
 from coppice.errors import InvalidField
 from coppice.training import cli
 from coppice.training.answers import AnswerPlan, record_answers
-from coppice.training.data import MAX_EPOCHS, Domain, Reader, is_held_out, load_corpus, parse_spec, parse_specs
+from coppice.training.data import (
+    MAX_EPOCHS,
+    Domain,
+    Reader,
+    is_held_out,
+    load_corpus,
+    load_tokenizer,
+    parse_spec,
+    parse_specs,
+)
 from coppice.training.trainer import Muon, Recipe
 from tests.tiny import make_target
 
@@ -122,13 +130,12 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     path.write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
     plan = AnswerPlan(tokens=2048, length=128)
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     prompts = {f"user: say {n}\nassistant:" for n in range(60)}
     prompts |= {f"system: be short\nuser: first {n}\nassistant:" for n in range(60)}
     ends = {f"assistant: an answer\nuser: second {n}\nassistant:" for n in range(60)}
-    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers.ids().view(-1, 128)]
-    begun = [re.match(r".*\nassistant:(?! an answer\nuser)", text, re.DOTALL) for text in texts]
-    assert all(begun)
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers.ids().view(-1, 128).tolist()]
+    assert all(re.match(r".*\nassistant:(?! an answer\nuser)", text, re.DOTALL) for text in texts)
     found = [next((p for p in prompts if text.startswith(p)), "") for text in texts]
     later = [text for text in texts if any(end in text[:128] for end in ends)]
     assert len(set(found)) > 5
@@ -147,8 +154,7 @@ def test_the_end_of_a_long_chat_is_read_and_no_more_than_half_a_text(tmp_path: P
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     plan = AnswerPlan(tokens=256, length=64)
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    begun = [tokenizer.decode(ids[:32]) for ids in answers.ids().view(4, 64)]
+    begun = [load_tokenizer(folder).decode(ids[:32]) for ids in answers.ids().view(4, 64).tolist()]
     assert all(re.search(r"long \d+\nassistant:$", text) for text in begun), begun
 
 
