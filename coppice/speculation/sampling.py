@@ -280,37 +280,28 @@ def draw(ids: IntArray, log_probs: FloatArray, seed: int, position: int, stream:
 def draw_logits(logits_row: NDArray[np.floating], params: SamplingParams, position: int) -> int:
     """The token that `draw` takes from the row that `decode_row` makes of (V,) logits, at an absolute position.
 
-    Where G keeps the whole vocabulary neither the row nor most of its noise is needed. Raises ValueError as
-    `decode_row` does.
+    Where G keeps the whole vocabulary neither the row nor most of its noise is needed. The largest sum of score and
+    noise among the ids of the highest scores is a bound: another id reaches it only by noise that makes up for its
+    score, which is not above the least of these. To compare its hash with that noise's is cheaper than logarithms.
+    Raises ValueError as `decode_row` does.
     """
     highest = float(logits_row[np.argmax(logits_row)])
     if np.isfinite(highest) and logits_row.size > _FEW and params.keeps_all(logits_row.size):
         key = np.uint64(position_key(params.seed, position, TOKEN_STREAM))
         hashes = _mixed(_all_steps(logits_row.size), key)
-        likely = _contenders(logits_row, highest, params.temperature, hashes)
+        near = largest(logits_row, _NEAR)
+        if near.size > 2 * _NEAR:  # of many that tie, few are enough for a bound
+            near = near[np.argpartition(logits_row[near], -_NEAR)[-_NEAR:]]
+        scores = _scores(logits_row[near], highest, params.temperature)
+        enough = (scores + _gumbel(hashes[near])).max() - scores.min() - _CLOSE
+        least = math.exp(-math.exp(-enough)) - 2.0**-40  # of the numbers in (0, 1) that the noise is made from
+        likely = np.union1d(near, np.flatnonzero(hashes >= np.uint64(max(0, int(least * 2.0**64)))))
         sums = _scores(logits_row[likely], highest, params.temperature) + _gumbel(hashes[likely])
         best = int(np.argmax(sums))
         # A row's log-probabilities are these scores less one number, and rounded: what is close they may order anew.
         if np.count_nonzero(sums > sums[best] - _CLOSE) == 1:
             return int(likely[best])
     return draw(*decode_row(logits_row, params), params.seed, position)
-
-
-def _contenders(
-    logits: NDArray[np.floating], highest: float, temperature: float, hashes: NDArray[np.uint64]
-) -> IntArray:
-    """Indices, ascending, of all entries whose score and noise may have the largest sum, or come close to it.
-
-    The largest of a few scores' sums is a bound: another entry reaches it only by noise that makes up for its score,
-    which is not above the least of these. To compare hashes with that noise's is cheaper than to take logarithms.
-    """
-    near = largest(logits, _NEAR)
-    if near.size > 2 * _NEAR:  # of many that tie, few are enough for a bound
-        near = near[np.argpartition(logits[near], -_NEAR)[-_NEAR:]]
-    scores = _scores(logits[near], highest, temperature)
-    wanted = (scores + _gumbel(hashes[near])).max() - scores.min() - _CLOSE
-    least = math.exp(-math.exp(-wanted)) - 2.0**-40  # of the numbers in (0, 1) that the noise is made from
-    return np.union1d(near, np.flatnonzero(hashes >= np.uint64(max(0, int(least * 2.0**64)))))
 
 
 class Penalties:
