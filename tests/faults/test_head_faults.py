@@ -194,18 +194,6 @@ def misread(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
             tensors[name] = tensor.bfloat16().view(torch.float16)
 
 
-def told(**changes: Any) -> Spoil:
-    return lambda config, tensors: config.update(changes)
-
-
-def without(name: str) -> Spoil:
-    return lambda config, tensors: tensors.pop(name)
-
-
-def nothing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What is wrong is not in the folder."""
-
-
 def shuffled(ids: Tensor) -> Tensor:
     """The same texts in the words of another tokenizer."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), torch.arange(WORDS, 0, -1)))[ids]
@@ -213,9 +201,12 @@ def shuffled(ids: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "an EAGLE head taken for EAGLE-3": (of_eagle_1, "is missing|has shape"),
-    "tied embedding lost": (without("lm_head.weight"), "lm_head.weight is missing"),
-    "wrong causal flag": (told(is_causal=False), "is_causal is false"),
-    "other vocabulary": (told(vocab_size=VOCAB + 1), r"embed_tokens.weight has shape \[96, 64\], expected \[97, 64\]"),
+    "tied embedding lost": (lambda config, tensors: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
+    "wrong causal flag": (lambda config, tensors: config.update(is_causal=False), "is_causal is false"),
+    "other vocabulary": (
+        lambda config, tensors: config.update(vocab_size=VOCAB + 1),
+        r"embed_tokens.weight has shape \[96, 64\], expected \[97, 64\]",
+    ),
 }
 
 
@@ -227,15 +218,15 @@ def test_a_fault_that_the_folder_shows_is_refused(fault: str, place: Path, tmp_p
     assert "\n" not in str(refused.value)
 
 
-NAMED: dict[str, tuple[Spoil, dict[str, Any]]] = {
-    "wrong feature layers": (nothing, {"rows": lambda ids: features(ids, (1, 3, 6))}),
-    "features one position off": (nothing, {"rows": lambda ids: features(ids).roll(1, 0)}),
+NAMED: dict[str, tuple[Spoil | None, dict[str, Any]]] = {
+    "wrong feature layers": (None, {"rows": lambda ids: features(ids, (1, 3, 6))}),
+    "features one position off": (None, {"rows": lambda ids: features(ids).roll(1, 0)}),
     "d2t taken as ids": (as_ids, {}),
-    "wrong RoPE base": (told(rope_theta=100.0), {}),
+    "wrong RoPE base": (lambda config, tensors: config.update(rope_theta=100.0), {}),
     "half-precision cast": (misread, {}),
-    "other tokenizer": (nothing, {"seen": shuffled}),
-    "other target": (nothing, {"rows": lambda ids: features(ids, target=1)}),
-    "no features": (nothing, {"rows": lambda ids: torch.zeros_like(features(ids))}),
+    "other tokenizer": (None, {"seen": shuffled}),
+    "other target": (None, {"rows": lambda ids: features(ids, target=1)}),
+    "no features": (None, {"rows": lambda ids: torch.zeros_like(features(ids))}),
 }
 
 
@@ -244,7 +235,7 @@ async def test_a_fault_that_only_drafts_show_is_named_within_fifty_steps(
     fault: str, place: Path, tmp_path: Path
 ) -> None:
     spoil, drafted = NAMED[fault]
-    head = load(spoiled(place, tmp_path / "head", spoil), place / "target")
+    head = load(spoiled(place, tmp_path / "head", spoil) if spoil else place / "head", place / "target")
     step, lines, suspects = alarms(head, draw(head, **drafted), 50)
     assert 0 < step <= 50
     assert suspects == 1

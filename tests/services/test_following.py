@@ -22,10 +22,9 @@ from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import OpenDraft, TreeDelta, draft_request_to_wire
 from coppice.wire.verifier import Commit
 from services.drafter import following
-from tests.feeds import Feeder, feeding
 from tests.followed import IDS, WINDOW, fetched, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
-from tests.recorder import LAYERS, Recorder, drafter_of
+from tests.recorder import LAYERS, Feeder, Recorder, drafter_of, feeding
 from tests.sessions import DrafterClient, VerifierClient, drafter_idle, drafting, status_of, verifying
 
 __all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures

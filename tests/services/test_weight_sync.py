@@ -22,9 +22,9 @@ from coppice.v1 import drafter_pb2_grpc
 from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
 from services.adapter.push import DrafterLink
-from tests.feeds import fed
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Push, altered, matrix_of
+from tests.recorder import fed
 from tests.sessions import DrafterClient, drafter_idle, drafting
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, paths, save_random
