@@ -92,9 +92,12 @@ class Sdpa:
         if (sessions := self._keys.get(kind)) is None:
             sessions = self._keys[kind] = [self._keys_of(tail, *kind) for tail in self._tails]
         outputs: list[Tensor] = []
-        queries, new_keys = query.split_with_sizes(self._counts, 2), key.split_with_sizes(self._counts, 2)
-        new_values = value.split_with_sizes(self._counts, 2)
-        for (written, read, slots, mask), q, k, v in zip(sessions, queries, new_keys, new_values, strict=True):
+        queries: tuple[Tensor, ...] = (query,)
+        news: tuple[tuple[Tensor, ...], ...] = (key,), (value,)
+        if len(sessions) > 1:
+            queries = query.split_with_sizes(self._counts, 2)
+            news = key.split_with_sizes(self._counts, 2), value.split_with_sizes(self._counts, 2)
+        for (written, read, slots, mask), q, k, v in zip(sessions, queries, *news, strict=True):
             if written:
                 written[at].copy_(k)
                 written[at + 1].copy_(v)
