@@ -28,7 +28,12 @@ from .tokens import Tokens
 async def _follow(pool: Pool[Any], where: Directory) -> None:
     """Keep a pool as its directory says, and look at its replicas, until cancelled."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(where.run(pool.update))
+
+        def changed(addresses: tuple[str, ...]) -> None:
+            pool.update(addresses)
+            group.create_task(pool.look_at_all())  # until then nobody knows which features a head reads
+
+        group.create_task(where.run(changed))
         group.create_task(pool.watch())
 
 
