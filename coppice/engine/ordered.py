@@ -139,9 +139,11 @@ class Ordered:
         kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
         if (plans := self._plans.get(kind)) is None:
             plans = self._plans[kind] = [_Plan(tile, self._pool, *kind) for tile in self._tiles]
+        output = query.new_empty(1, query.shape[2], heads, value_dim)
         inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
-        outputs = [plan.attend(layer, *rows) for plan, *rows in zip(plans, *inputs, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        for plan, *rows, out in zip(plans, *inputs, output.split_with_sizes(self._counts, 1), strict=True):
+            plan.attend(layer, *rows, out)
+        return output
 
 
 class _Plan:
@@ -192,9 +194,9 @@ class _Plan:
         self._new_slots = torch.from_numpy(new_slots)
         self._slots = torch.from_numpy(table.slots(np.minimum(tokens, tile.end - 1)))
 
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend, of these rows."""
-        _, heads, _, dim = query.shape
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """As Attention.attend, of these rows, into `out`."""
+        dim = query.shape[3]
         keys, values = self._store(2 * layer.number, key), self._store(2 * layer.number + 1, value)
         self._own.copy_(query.view(self._own.shape))
         scale = dim**-0.5 if layer.scaling is None else layer.scaling
@@ -206,7 +208,7 @@ class _Plan:
         if self._order or layer.sinks is not None:
             scores = self._by_position(scores.view(*self._queries.shape[:3], -1), layer.sinks)
         self._sum(scores.softmax(-1), values)
-        return torch.empty(self._out.shape, dtype=query.dtype).copy_(self._out).view(1, -1, heads, value.shape[-1])
+        out.view(self._out.shape).copy_(self._out)
 
     def _store(self, number: int, new: Tensor) -> Tensor:
         """Write (1, KVH, n, D) to the key or value of this number, and read (KVH, L, D)."""

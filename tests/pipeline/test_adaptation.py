@@ -35,7 +35,7 @@ __all__ = ["heads", "target"]  # fixtures
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3))
 PLAIN = {"policy": "plain", "max_new_tokens": 24, "ignore_eos": True}
 POLICIES = ("single:block", "single:eagle", "route", "merge")
-PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 50
+PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 24
 Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]
 """the ids of answers, by prompt and sampling"""
 

@@ -54,7 +54,7 @@ TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 def test_text_is_the_targets_under_every_policy_and_budget(client: Client, reference: Reference, name: str) -> None:
     """Transformers says it of greedy text itself; of any other it judges what plain decoding draws."""
     sampling = SAMPLINGS[name]
-    for number, prompt in enumerate(PROMPTS[:3]):
+    for number, prompt in enumerate(PROMPTS[: 3 if name == "greedy" else 2]):
         plain = client.generate(prompt, policy="plain", sampling=sampling, **TOLD).ids
         if name in ("greedy", "penalised"):
             assert plain == reference.generate(prompt, NEW, sampling).ids

@@ -57,7 +57,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "T5Config": lambda folder: T5Config(d_model=32, num_heads=4, vocab_size=96).save_pretrained(folder),
     "of tomorrow": lambda folder: (folder / "config.json").write_text('{"model_type": "of tomorrow"}'),
     "cannot be loaded": lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # it is never opened
-    "": lambda folder: os.truncate(folder / WEIGHTS, 1000),
+    "invalid header length": lambda folder: os.truncate(folder / WEIGHTS, 1000),
 }
 
 
