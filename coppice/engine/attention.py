@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from coppice.engine.kv_cache import KVPool, KVShape
-from coppice.engine.rows import Tail
+from coppice.engine.rows import NOTHING, Tail
 from coppice.errors import CoppiceError, Status
 
 NAME = "coppice_packed"
@@ -63,82 +64,115 @@ class Attention(Protocol):
         """
 
 
-class _Keys(NamedTuple):
-    """A session's keys in layers of one window and number of query heads for each key head.
+MOST_TOGETHER = 64
+"""rows of a session that attends beside others, padded to the longest; a prompt's chunk, which has more, is alone"""
 
-    written, read: views of its rows' slots and of its keys' where its blocks are neighbours, else empty: key of layer
-    0, value of layer 0, key of layer 1, and so on. slots: of its keys, the rows' own last. mask: (G * N, L) of 0 and
-    -inf, as SDPA would convert booleans in every layer; None when everything is seen.
+
+class _Keys(NamedTuple):
+    """What S sessions that attend together see in layers of one window and number of query heads for each key head.
+
+    written, read: views of the rows' slots and of the keys' where one session's blocks are neighbours, else empty: key
+    of layer 0, value of layer 0, key of layer 1, and so on. new: (T,) slots of the rows. slots: (S * L,) of the keys.
+    padded, places: (S * N,) the row at each padded place and (T,) the place of each row; empty when nothing is padded.
+    mask: (S, 1, G * N, L) of 0 and -inf, as SDPA would convert booleans in every layer; None when everything is seen.
     """
 
     written: tuple[Tensor, ...]
     read: tuple[Tensor, ...]
+    new: Tensor
     slots: Tensor
+    padded: Tensor
+    places: Tensor
     mask: Tensor | None
 
 
 class Sdpa:
-    """Attention on the CPU by torch's own kernel, session by session, which sums in whatever order is fastest."""
+    """Attention on the CPU by torch's own kernel, which sums in whatever order is fastest."""
 
     def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
-        self._tails, self._pool = tails, pool
-        self._counts = [len(tail.visible) for tail in tails]
+        self._pool = pool
+        self._groups: list[list[Tail]] = []
+        for short, run in groupby(tails, lambda tail: len(tail.visible) <= MOST_TOGETHER):
+            together = list(run)
+            self._groups += [together] if short else [[tail] for tail in together]
+        self._counts = [sum(len(tail.visible) for tail in group) for group in self._groups]
         self._keys: dict[tuple[int | None, int], list[_Keys]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attention.attend."""
-        at, kv_heads = 2 * layer.number, key.shape[1]
-        kind = layer.window, query.shape[1] // kv_heads
-        if (sessions := self._keys.get(kind)) is None:
-            sessions = self._keys[kind] = [self._keys_of(tail, *kind) for tail in self._tails]
-        outputs: list[Tensor] = []
-        queries: tuple[Tensor, ...] = (query,)
-        news: tuple[tuple[Tensor, ...], ...] = (key,), (value,)
-        if len(sessions) > 1:
-            queries = query.split_with_sizes(self._counts, 2)
-            news = key.split_with_sizes(self._counts, 2), value.split_with_sizes(self._counts, 2)
-        for (written, read, slots, mask), q, k, v in zip(sessions, queries, *news, strict=True):
-            if written:
-                written[at].copy_(k)
-                written[at + 1].copy_(v)
-                keys, values = read[at], read[at + 1]
-            else:
-                keys, values = (
-                    part.index_copy_(0, slots[-new.shape[2] :], new[0].transpose(0, 1))
-                    .index_select(0, slots)
-                    .transpose(0, 1)[None]
-                    for part, new in zip(self._pool.layers[layer.number], (k, v), strict=True)
-                )
-            # The query heads of one key head become rows of one head, so that keys are never repeated.
-            q = q.reshape(1, kv_heads, -1, q.shape[-1])  # (1, KVH, G * N, D)
-            if layer.softcap is None and layer.sinks is None:
-                out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=layer.scaling)
-            else:
-                out = _attend_by_operators(layer, q, keys, values, mask)
-            out = out.view(1, kv_heads, kind[1], -1, out.shape[-1])
-            outputs.append(out.permute(0, 3, 1, 2, 4).reshape(1, out.shape[3], -1, out.shape[-1]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        kind = layer.window, query.shape[1] // key.shape[1]
+        if (keys := self._keys.get(kind)) is None:
+            keys = self._keys[kind] = [self._keys_of(group, *kind) for group in self._groups]
+        if len(keys) == 1:
+            return self._attend(layer, self._groups[0], keys[0], query, key, value)
+        inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
+        groups = zip(self._groups, keys, *inputs, strict=True)
+        return torch.cat([self._attend(layer, *group) for group in groups], dim=1)
 
-    def _keys_of(self, tail: Tail, window: int | None, group: int) -> _Keys:
-        count, length, table = len(tail.visible), tail.length, tail.table
-        low = 0 if window is None else max(0, tail.prefix + 1 - window)  # keys before every row's window are not read
-        seen, mask = tail.sees(window)[:, low:], None
+    def _attend(
+        self, layer: Layer, tails: Sequence[Tail], seen: _Keys, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """As Attention.attend, of the rows of S sessions."""
+        (_, heads, _, dim), kv_heads, sessions = query.shape, key.shape[1], len(tails)
+        if seen.read:
+            at = 2 * layer.number
+            seen.written[at].copy_(key)
+            seen.written[at + 1].copy_(value)
+            keys, values = seen.read[at], seen.read[at + 1]
+        else:
+            keys, values = (
+                stored.index_copy_(0, seen.new, new[0].transpose(0, 1))
+                .index_select(0, seen.slots)
+                .view(sessions, -1, kv_heads, new.shape[-1])
+                .transpose(1, 2)  # (S, KVH, L, D or V)
+                for stored, new in zip(self._pool.layers[layer.number], (key, value), strict=True)
+            )
+        if len(seen.padded):
+            query = query.index_select(2, seen.padded)
+        # The query heads of one key head become rows of one head, so that keys are never repeated.
+        if sessions > 1:
+            query = query.reshape(kv_heads, heads // kv_heads, sessions, -1, dim).permute(2, 0, 1, 3, 4)
+        query = query.reshape(sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
+        if layer.softcap is None and layer.sinks is None:
+            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen.mask, scale=layer.scaling)
+        else:
+            out = _attend_by_operators(layer, query, keys, values, seen.mask)
+        out = out.view(sessions, kv_heads, heads // kv_heads, -1, out.shape[-1]).permute(0, 3, 1, 2, 4)
+        out = out.reshape(1, -1, heads, out.shape[-1])  # (1, S * N, H, V)
+        return out.index_select(1, seen.places) if len(seen.padded) else out
+
+    def _keys_of(self, tails: Sequence[Tail], window: int | None, group: int) -> _Keys:
+        counts = np.array([len(tail.visible) for tail in tails])
+        # Keys before every row's window are not read. Shorter sessions repeat their own last row and last key.
+        low = 0 if window is None else max(0, min(tail.prefix for tail in tails) + 1 - window)
+        rows = np.minimum(np.arange(counts.max()), counts[:, None] - 1)  # (S, N)
+        keys = np.arange(low, max(tail.length for tail in tails))
+        slots = [tail.table.slots(np.minimum(keys, tail.length - 1)) for tail in tails]
+        new = [tail.table.slots(np.arange(tail.length - len(tail.visible), tail.length)) for tail in tails]
+        seen = np.zeros((len(tails), 1, rows.shape[1], len(keys)), np.bool_)
+        for number, tail in enumerate(tails):
+            seen[number, 0, :, : tail.length - low] = tail.sees(window)[rows[number], low:]
+        mask: Tensor | None = None
         if not seen.all():
             numbers = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
-            mask = numbers.to(self._pool.dtype).repeat(group, 1)
-        slots = torch.from_numpy(table.slots(np.arange(low, length)))
-        if not table.consecutive:
-            return _Keys((), (), slots, mask)
-        first = int(slots[0])
-        written = self._pool.read(first + length - low - count, count)
-        return _Keys(written, self._pool.read(first, length - low), slots, mask)
+            mask = numbers.to(self._pool.dtype).repeat(1, 1, group, 1)
+        written: tuple[Tensor, ...] = ()
+        read: tuple[Tensor, ...] = ()
+        if len(tails) == 1 and tails[0].table.consecutive:
+            written, read = self._pool.read(int(new[0][0]), counts[0]), self._pool.read(int(slots[0][0]), len(keys))
+        padded, places = NOTHING, NOTHING
+        if rows.size != counts.sum():
+            padded = ((np.cumsum(counts) - counts)[:, None] + rows).ravel()
+            places = np.flatnonzero(np.arange(rows.shape[1]) < counts[:, None])
+        of_rows, of_keys = torch.from_numpy(np.concatenate(new)), torch.from_numpy(np.concatenate(slots))
+        return _Keys(written, read, of_rows, of_keys, torch.from_numpy(padded), torch.from_numpy(places), mask)
 
 
 def _attend_by_operators(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention with a softcap or sinks, which torch's own function does not do: G query heads for each key head, whose
     rows lie one behind the other. `mask` is added to the scores.
 
-    query (1, KVH, G * N, D), key (1, KVH, L, D), value (1, KVH, L, V), mask (G * N, L) -> (1, KVH, G * N, V).
+    query (S, KVH, G * N, D), key (S, KVH, L, D), value (S, KVH, L, V), mask (S, 1, G * N, L) -> (S, KVH, G * N, V).
     """
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling)
     if layer.softcap is not None:
@@ -147,10 +181,10 @@ def _attend_by_operators(layer: Layer, query: Tensor, key: Tensor, value: Tensor
         scores = scores + mask
     if layer.sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-    _, kv_heads, rows, _ = scores.shape
+    sessions, kv_heads, rows, _ = scores.shape
     by_head = layer.sinks.view(kv_heads, -1, 1)
     by_row = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(1, kv_heads, rows, 1)
-    with_sink = torch.cat((scores, by_row.to(scores.dtype)), dim=-1)
+    with_sink = torch.cat((scores, by_row.to(scores.dtype).expand(sessions, -1, -1, -1)), dim=-1)
     return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
