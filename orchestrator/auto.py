@@ -9,10 +9,11 @@ where gain is the accepted drafts and extra all that a step of the arm takes bes
 rows, and waiting for others that draft too. All sessions of a process share the seconds, by arm and load, and the
 gains, by arm; a text's own steps outweigh all other texts' after TEXT_STEPS of them.
 
-The arm of the highest rate is played, each gain raised by its standard deviation (an upper confidence bound: Auer et
-al., 2002). So arms that are nearly as good are tried now and then, and hopeless ones hardly ever. Plain gains nothing
-for certain, and is the floor. At a new load a few plain steps come first, and a new arm is played for a few rounds
-before it is compared. The choice is deterministic given what steps took and gained.
+The arm of the highest rate is played; plain is an arm, so it is the floor. At a new load a few plain steps come
+first, and a new head is played for a few rounds. Another arm is tried for a few rounds when its rate would be above the
+best one's if both gain one standard deviation more (an upper confidence bound: Auer et al., 2002), and when an
+allowance, a small share of all time, pays for what the tries are expected to lose. So what exploring costs is bounded
+whatever the arms are like. The choice is deterministic given what steps took and gained.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ PLAIN, SINGLE = "plain", "single:"
 PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
 
 PLAIN_STEPS = 4  # that come first at every load
-LEARN = 8  # rounds that a new arm is played for, the first of which takes in the text
-RUN = 4  # rounds that an arm is played at least: the first one may have to open streams and catch up
-RETRY = 512  # rounds between two runs of drafting while the verifier hints that no node pays
+LEARN = 5  # rounds that a new head is played for, the first of which takes in the text
+RUN = 4  # rounds that another arm is tried for: the first one may have to open streams and catch up
+TRIED = 0.015  # share of the time that trying other arms may lose
+FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: at first, and ever
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
+JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 PREDICTED_GAIN, PREDICTED_STEPS = 4.0, 4.0  # first gain and its weight of a head with a prediction, in each text anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
@@ -121,6 +124,8 @@ class Text:
         self.own: defaultdict[str, Gain] = defaultdict(Gain)
         self.steps = 0
         self.arm = PLAIN
+        self.fresh = False
+        """whether its step before had another arm"""
         self.hint: int | None = None
 
     def is_predicted(self, arm: str) -> bool:
@@ -149,22 +154,21 @@ class Rates:
         """that an arm was played for; the steps of all texts under way make a round"""
         self.arm = PLAIN
         """that all texts play"""
+        self._allowance_s = FIRST_SAVED_S
         self._steps = 0
         self._chosen_until = 0  # the step at which the arm is chosen anew
-        self._rest = 0  # rounds that the arm is still played for in any case
-        # Rounds since the verifier began to say that no node pays, or since the latest run of drafting.
-        self._hinted = -1
+        self._trying = 0  # rounds that the arm is still to be tried for
 
     def decide(self, text: Text, hint: int | None) -> Arm:
         """The arm of a text's next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         if not text.steps and text not in self.texts:
             self.texts.append(text)
             self.load = len(self.texts).bit_length()
-            self._rest = 0
+            self._trying = 0  # it would have to open what is tried
         if self._steps >= self._chosen_until:
             self._choose(text, hint)
             self._chosen_until = self._steps + len(self.texts)
-        text.arm, text.hint = self.arm, hint
+        text.arm, text.hint, text.fresh = self.arm, hint, self.arm != text.arm
         return text.arms[self.arm]
 
     def end(self, text: Text) -> None:
@@ -181,6 +185,7 @@ class Rates:
         """
         text.steps += 1
         self._steps += 1
+        self._allowance_s = min(MOST_SAVED_S, self._allowance_s + TRIED * seconds)
         if text.arm == PLAIN:
             self.plain.see(self.load, seconds - rows_s)
             return
@@ -189,7 +194,8 @@ class Rates:
         if opening:
             return
         extra_s = max(0.0, seconds - (self.plain.at(self.load) or seconds))
-        self.extra[key[0]].see(self.load, extra_s, seconds - extra_s)
+        if not (text.fresh and self.extra[key[0]].count(self.load)):  # else it catches up with the text
+            self.extra[key[0]].see(self.load, extra_s, seconds - extra_s)
         if text.hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(text, text.arm, accepted)
 
@@ -203,44 +209,54 @@ class Rates:
         if self.plain.count(self.load) < PLAIN_STEPS:
             self.arm = PLAIN
             return
-        new = [name for name in text.arms if name != PLAIN and self._is_new(name)] if hint != 0 else []
+        new = [name for name in text.arms if name.startswith(SINGLE) and self._is_new(name)] if hint != 0 else []
         if new:
             self.arm = self.arm if self.arm in new else new[0]
             return
-        if self._rest:
-            self._rest -= 1
+        if self._trying:
+            self._trying -= 1
             return
-        self._hinted = (self._hinted + 1) % RETRY if hint == 0 else 0
-        arms = list(text.arms)
-        if hint == 0:
-            arms = arms[:1] if self._hinted else arms[1:]
-        best = max(arms, key=self.rate)
-        if best != self.arm:
-            self.arm, self._rest = best, RUN - 1
+        rates = {name: self.rate(name) for name in text.arms}
+        hopes = {name: self.rate(name, lucky=True) for name in text.arms}
+        best = self.arm = PLAIN if hint == 0 else max(rates, key=rates.__getitem__)
+        for name in sorted(hopes, key=hopes.__getitem__, reverse=True):
+            if name == best or (hint != 0 and hopes[name] <= hopes[best]):
+                continue
+            # Where no node pays, all of them are left out.
+            worth = 1 / self.step_s(text, name) if hint == 0 else rates[name]
+            loss_s = RUN * len(self.texts) * self.step_s(text, name) * max(0.0, 1 - worth / rates[best])
+            if loss_s <= self._allowance_s:
+                self.arm, self._trying = name, RUN - 1
+                self._allowance_s -= loss_s
+                return
 
     def _is_new(self, name: str) -> bool:
         """Whether an arm was not played long enough, in greedy or in sampled texts as they are under way."""
         return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
 
-    def rate(self, name: str) -> float:
-        """Tokens a second of an arm in a mean text of those under way, if it gains one standard deviation more.
+    def rate(self, name: str, lucky: bool = False) -> float:
+        """Tokens a second of an arm in a mean text of those under way. lucky: it gains one standard deviation more.
 
         Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
         """
         count, texts = len(self.texts), self.texts
         gain = sum([self.gain(text, name) for text in texts]) / count
-        own = sum([text.own[name].steps for text in texts]) / count
-        before = sum([self.gains[text.keys[name]].steps for text in texts]) / count
-        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
-        return (1 + gain + doubt) / self.step_s(texts[0], name)
+        if lucky:
+            own = sum([text.own[name].steps for text in texts]) / count
+            before = sum([self.gains[text.keys[name]].steps for text in texts]) / count
+            gain += math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
+        return (1 + gain) / self.step_s(texts[0], name)
 
     def gain(self, text: Text, name: str) -> float:
         """Accepted drafts a step to be expected of an arm in a text."""
         if name == PLAIN:
             return 0.0
-        if text.is_predicted(name) and name.startswith(SINGLE):
+        first = FIRST_GAIN
+        if not name.startswith(SINGLE):
+            first = JOINT_GAIN * max([self.gain(text, SINGLE + head) for head in text.arms[name].policy.heads])
+        elif text.is_predicted(name):
             return text.own[name].mean(PREDICTED_GAIN, PREDICTED_STEPS)
-        return text.own[name].mean(self.gains[text.keys[name]].mean(FIRST_GAIN, FIRST_STEPS), TEXT_STEPS)
+        return text.own[name].mean(self.gains[text.keys[name]].mean(first, FIRST_STEPS), TEXT_STEPS)
 
     def step_s(self, text: Text, name: str) -> float:
         """What a step of an arm takes at this load, as far as is known."""
@@ -250,7 +266,10 @@ class Rates:
         extra_s = self.extra[text.keys[name][0]].at(self.load)
         if extra_s is None:  # an arm that drafts from a prediction was never seen
             extra_s = self.extra[name].at(self.load)
-        return plain_s + (extra_s or 0.0)
+        if extra_s is None:
+            alone = [self.extra[SINGLE + head].at(self.load) or 0.0 for head in text.arms[name].policy.heads]
+            extra_s = JOINT_TIME * max(alone)
+        return plain_s + extra_s
 
 
 class AutoPolicy(StepPolicy):
