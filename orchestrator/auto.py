@@ -216,16 +216,14 @@ class Rates:
         if self._trying:
             self._trying -= 1
             return
-        rates = {name: self.rate(name) for name in text.arms}
-        hopes = {name: self.rate(name, lucky=True) for name in text.arms}
-        best = self.arm = PLAIN if hint == 0 else max(rates, key=rates.__getitem__)
-        for name in sorted(hopes, key=hopes.__getitem__, reverse=True):
-            if name == best or (hint != 0 and hopes[name] <= hopes[best]):
-                continue
-            # Where no node pays, all of them are left out.
-            worth = 1 / self.step_s(text, name) if hint == 0 else rates[name]
-            loss_s = RUN * len(self.texts) * self.step_s(text, name) * max(0.0, 1 - worth / rates[best])
-            if loss_s <= self._allowance_s:
+        arms = {name: self.rates(name) for name in text.arms}
+        best = self.arm = PLAIN if hint == 0 else max(arms, key=lambda name: arms[name][0])
+        best_rate, best_hope = arms.pop(best)
+        for name, (rate, hope) in sorted(arms.items(), key=lambda arm: -arm[1][1]):
+            step_s = self.step_s(text, name)
+            worth = 1 / step_s if hint == 0 else rate  # where no node pays, all of them are left out
+            loss_s = RUN * len(self.texts) * step_s * max(0.0, 1 - worth / best_rate)
+            if (hint == 0 or hope > best_hope) and loss_s <= self._allowance_s:
                 self.arm, self._trying = name, RUN - 1
                 self._allowance_s -= loss_s
                 return
@@ -234,18 +232,19 @@ class Rates:
         """Whether an arm was not played long enough, in greedy or in sampled texts as they are under way."""
         return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
 
-    def rate(self, name: str, lucky: bool = False) -> float:
-        """Tokens a second of an arm in a mean text of those under way. lucky: it gains one standard deviation more.
+    def rates(self, name: str) -> tuple[float, float]:
+        """Tokens a second of an arm in a mean text of those under way, and if it gains one standard deviation more.
 
         Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
         """
-        count, texts = len(self.texts), self.texts
-        gain = sum([self.gain(text, name) for text in texts]) / count
-        if lucky:
-            own = sum([text.own[name].steps for text in texts]) / count
-            before = sum([self.gains[text.keys[name]].steps for text in texts]) / count
-            gain += math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
-        return (1 + gain) / self.step_s(texts[0], name)
+        count, own, before, gain = len(self.texts), 0.0, 0.0, 0.0
+        for text in self.texts:
+            gain += self.gain(text, name) / count
+            own += text.own[name].steps / count
+            before += self.gains[text.keys[name]].steps / count
+        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
+        seconds = self.step_s(self.texts[0], name)
+        return (1 + gain) / seconds, (1 + gain + doubt) / seconds
 
     def gain(self, text: Text, name: str) -> float:
         """Accepted drafts a step to be expected of an arm in a text."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from coppice.engine.kv_cache import KVPool, KVShape
-from coppice.engine.rows import NOTHING, Tail
+from coppice.engine.rows import NOTHING, Ints, Tail
 from coppice.errors import CoppiceError, Status
 
 NAME = "coppice_packed"
@@ -103,55 +103,53 @@ class Sdpa:
         kind = layer.window, query.shape[1] // key.shape[1]
         if (keys := self._keys.get(kind)) is None:
             keys = self._keys[kind] = [self._keys_of(group, *kind) for group in self._groups]
-        if len(keys) == 1:
-            return self._attend(layer, self._groups[0], keys[0], query, key, value)
-        inputs = [states.split_with_sizes(self._counts, 2) for states in (query, key, value)]
-        groups = zip(self._groups, keys, *inputs, strict=True)
-        return torch.cat([self._attend(layer, *group) for group in groups], dim=1)
-
-    def _attend(
-        self, layer: Layer, tails: Sequence[Tail], seen: _Keys, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """As Attention.attend, of the rows of S sessions."""
-        (_, heads, _, dim), kv_heads, sessions = query.shape, key.shape[1], len(tails)
-        if seen.read:
-            at = 2 * layer.number
-            seen.written[at].copy_(key)
-            seen.written[at + 1].copy_(value)
-            keys, values = seen.read[at], seen.read[at + 1]
-        else:
-            keys, values = (
-                stored.index_copy_(0, seen.new, new[0].transpose(0, 1))
-                .index_select(0, seen.slots)
-                .view(sessions, -1, kv_heads, new.shape[-1])
-                .transpose(1, 2)  # (S, KVH, L, D or V)
-                for stored, new in zip(self._pool.layers[layer.number], (key, value), strict=True)
-            )
-        if len(seen.padded):
-            query = query.index_select(2, seen.padded)
-        # The query heads of one key head become rows of one head, so that keys are never repeated.
-        if sessions > 1:
-            query = query.reshape(kv_heads, heads // kv_heads, sessions, -1, dim).permute(2, 0, 1, 3, 4)
-        query = query.reshape(sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
-        if layer.softcap is None and layer.sinks is None:
-            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen.mask, scale=layer.scaling)
-        else:
-            out = _attend_by_operators(layer, query, keys, values, seen.mask)
-        out = out.view(sessions, kv_heads, heads // kv_heads, -1, out.shape[-1]).permute(0, 3, 1, 2, 4)
-        out = out.reshape(1, -1, heads, out.shape[-1])  # (1, S * N, H, V)
-        return out.index_select(1, seen.places) if len(seen.padded) else out
+        kv_heads, dim, outputs = key.shape[1], query.shape[3], list[Tensor]()
+        inputs: tuple[tuple[Tensor, ...], ...] = ((query,), (key,), (value,))
+        if len(keys) > 1:
+            inputs = tuple(states.split_with_sizes(self._counts, 2) for states in (query, key, value))
+        for sessions, seen, q, k, v in zip(map(len, self._groups), keys, *inputs, strict=True):
+            if seen.read:
+                at = 2 * layer.number
+                seen.written[at].copy_(k)
+                seen.written[at + 1].copy_(v)
+                ks, vs = seen.read[at], seen.read[at + 1]
+            else:
+                ks, vs = [
+                    stored.index_copy_(0, seen.new, new[0].transpose(0, 1))
+                    .index_select(0, seen.slots)
+                    .view(sessions, -1, kv_heads, new.shape[-1])
+                    .transpose(1, 2)  # (S, KVH, L, D or V)
+                    for stored, new in zip(self._pool.layers[layer.number], (k, v), strict=True)
+                ]
+            if len(seen.padded):
+                q = q.index_select(2, seen.padded)
+            # The query heads of one key head become rows of one head, so that keys are never repeated.
+            if sessions > 1:
+                q = q.reshape(kv_heads, kind[1], sessions, -1, dim).permute(2, 0, 1, 3, 4)
+            q = q.reshape(sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
+            if layer.softcap is None and layer.sinks is None:
+                out = F.scaled_dot_product_attention(q, ks, vs, attn_mask=seen.mask, scale=layer.scaling)
+            else:
+                out = _attend_by_operators(layer, q, ks, vs, seen.mask)
+            out = out.view(sessions, kv_heads, kind[1], -1, out.shape[-1]).permute(0, 3, 1, 2, 4)
+            out = out.reshape(1, -1, query.shape[1], out.shape[-1])  # (1, S * N, H, V)
+            outputs.append(out.index_select(1, seen.places) if len(seen.padded) else out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _keys_of(self, tails: Sequence[Tail], window: int | None, group: int) -> _Keys:
         counts = np.array([len(tail.visible) for tail in tails])
         # Keys before every row's window are not read. Shorter sessions repeat their own last row and last key.
         low = 0 if window is None else max(0, min(tail.prefix for tail in tails) + 1 - window)
         rows = np.minimum(np.arange(counts.max()), counts[:, None] - 1)  # (S, N)
-        keys = np.arange(low, max(tail.length for tail in tails))
-        slots = [tail.table.slots(np.minimum(keys, tail.length - 1)) for tail in tails]
-        new = [tail.table.slots(np.arange(tail.length - len(tail.visible), tail.length)) for tail in tails]
+        lengths = [tail.length for tail in tails]
+        keys = np.arange(low, max(lengths))
+        slots, new = list[Ints](), list[Ints]()
+        for tail, length, count in zip(tails, lengths, counts, strict=True):
+            slots.append(tail.table.slots(np.minimum(keys, length - 1)))
+            new.append(tail.table.slots(np.arange(length - count, length)))
         seen = np.zeros((len(tails), 1, rows.shape[1], len(keys)), np.bool_)
         for number, tail in enumerate(tails):
-            seen[number, 0, :, : tail.length - low] = tail.sees(window)[rows[number], low:]
+            seen[number, 0, :, : lengths[number] - low] = tail.sees(window)[rows[number], low:]
         mask: Tensor | None = None
         if not seen.all():
             numbers = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))

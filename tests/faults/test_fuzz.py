@@ -39,7 +39,7 @@ from tests.pushes import Push, altered
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
-MESSAGES = 500  # to each method of each service; tests/nightly sends 100,000
+MESSAGES = 800  # to each method of each service; tests/nightly sends 100,000
 AT_ONCE = 8
 ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
 MEMORY = 24 << 20

@@ -36,13 +36,13 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 33_017,
-    "of it lab": 4_050,
-    "files outside tests": 191,
-    "Python of tests": 33_164,
-    "words of docs": 24_700,
+    "Python outside tests": 31_780,
+    "of it lab": 3_922,
+    "files outside tests": 170,
+    "Python of tests": 30_449,
+    "words of docs": 24_634,
     "settings": 69,
-    "MB of tracked files": 62,
+    "MB of tracked files": 61,
 }
 """Bounds of the repository's sizes. A landing that makes one smaller writes its figure here; nobody raises one."""
 
