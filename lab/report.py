@@ -50,11 +50,6 @@ class Check:
         """A check that a value reaches a bound; the value is shown with three digits."""
         return cls(name, round(value, 3), f">= {bound:g}", value >= bound, note, weak)
 
-    @classmethod
-    def at_most(cls, name: str, value: float, bound: float, note: str = "") -> Check:
-        """A check that a value does not exceed a bound; the value is shown with three digits."""
-        return cls(name, round(value, 3), f"<= {bound:g}", value <= bound, note)
-
 
 @dataclass(slots=True)
 class Report:

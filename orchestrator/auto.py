@@ -118,8 +118,8 @@ class Text:
     def __init__(self, heads: Sequence[str], sampled: bool = False, predicted: Collection[str] = ()) -> None:
         """predicted: the heads that have a prediction."""
         self.arms = {arm.name: arm for arm in arms_of(heads)}
-        fresh = {name for name, arm in self.arms.items() if any(heads[at] in predicted for at in arm.heads)}
-        self.keys = {name: (PREDICTED * (name in fresh) + name, sampled) for name in self.arms}
+        predicting = {name for name, arm in self.arms.items() if any(heads[at] in predicted for at in arm.heads)}
+        self.keys = {name: (PREDICTED * (name in predicting) + name, sampled) for name in self.arms}
         """what all texts' gains of an arm are kept under"""
         self.own: defaultdict[str, Gain] = defaultdict(Gain)
         self.steps = 0

@@ -57,7 +57,6 @@ def _checked_session(session: str) -> str:
 _Session = Annotated[str, AfterValidator(_checked_session)]
 _Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 def redis_key(head: str, name: Literal["queries", "samples", "demand"]) -> str:

@@ -102,7 +102,7 @@ class Sdpa:
         """As Attention.attend."""
         kind = layer.window, query.shape[1] // key.shape[1]
         if (keys := self._keys.get(kind)) is None:
-            keys = self._keys[kind] = [self._keys_of(group, *kind) for group in self._groups]
+            keys = self._keys[kind] = self._share(*kind)
         kv_heads, dim, outputs = key.shape[1], query.shape[3], list[Tensor]()
         inputs: tuple[tuple[Tensor, ...], ...] = ((query,), (key,), (value,))
         if len(keys) > 1:
@@ -136,6 +136,12 @@ class Sdpa:
             outputs.append(out.index_select(1, seen.places) if len(seen.padded) else out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    def _share(self, window: int | None, group: int) -> list[_Keys]:
+        if window is not None and all(tail.length <= window for tails in self._groups for tail in tails):
+            window = None  # layers whose windows hide nothing share what they see
+        seen = self._keys.get((window, group)) or [self._keys_of(tails, window, group) for tails in self._groups]
+        return self._keys.setdefault((window, group), seen)
+
     def _keys_of(self, tails: Sequence[Tail], window: int | None, group: int) -> _Keys:
         counts = np.array([len(tail.visible) for tail in tails])
         # Keys before every row's window are not read. Shorter sessions repeat their own last row and last key.
@@ -144,12 +150,11 @@ class Sdpa:
         lengths = [tail.length for tail in tails]
         keys = np.arange(low, max(lengths))
         slots, new = list[Ints](), list[Ints]()
-        for tail, length, count in zip(tails, lengths, counts, strict=True):
-            slots.append(tail.table.slots(np.minimum(keys, length - 1)))
-            new.append(tail.table.slots(np.arange(length - count, length)))
         seen = np.zeros((len(tails), 1, rows.shape[1], len(keys)), np.bool_)
-        for number, tail in enumerate(tails):
-            seen[number, 0, :, : lengths[number] - low] = tail.sees(window)[rows[number], low:]
+        for number, (tail, length) in enumerate(zip(tails, lengths, strict=True)):
+            slots.append(tail.table.slots(np.minimum(keys, length - 1)))
+            new.append(tail.table.slots(np.arange(length - counts[number], length)))
+            seen[number, 0, :, : length - low] = tail.sees(window)[rows[number], low:]
         mask: Tensor | None = None
         if not seen.all():
             numbers = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))

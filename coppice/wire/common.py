@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -30,7 +29,6 @@ LogProb = Annotated[float, LOG_PROBABILITY]
 Count = Annotated[int, Within(0, limits.MAX_COUNT)]
 Nanoseconds = Annotated[int, Within(0, limits.MAX_DEADLINE_NS)]
 Version = Annotated[int, Within(0, limits.MAX_VERSION)]
-Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
 Layer = Annotated[int, Within(0, limits.MAX_LAYERS)]
 Layers = Annotated[tuple[Layer, ...], Length(0, limits.MAX_FEATURE_LAYERS)]
 PlainName = Annotated[str, limits.check_session]

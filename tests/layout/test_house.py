@@ -36,8 +36,8 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 31_780,
-    "of it lab": 3_922,
+    "Python outside tests": 31_777,
+    "of it lab": 3_917,
     "files outside tests": 170,
     "Python of tests": 30_449,
     "words of docs": 24_634,
