@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from coppice.client.client import Client
-from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.engine import DTYPES, Clock, Engine
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
@@ -289,7 +289,6 @@ def run_gpu(plan: Plan, report: Report) -> None:
         add_roofline(plan.spec, report)
         progress.add()
         add_expected(plan, measure_bare(plan, sorted({1, plan.budget + 1}), progress), report, progress)
-        _release(device)
         progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
         verifier, prompt = plan.spec.settings().verifier, plan.ids(GENERATED, 2)
         reference = Reference(plan.spec.target, verifier.dtype, verifier.device)
@@ -314,12 +313,12 @@ def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> BareTim
             progress.say(f"{sessions} drafts of {head.name}")
             times.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.budget, sessions)
     progress.add()
-    _release(bare.engine.pool.device)
     return times
 
 
 def add_expected(plan: Plan, times: BareTimes, report: Report, progress: Progress) -> None:
     """Add what the profile and the bare times give, and steps of the services at one session, if that is measured."""
+    _release(torch.device(report.device))
     report.rows = expected_lines(plan, times)
     title = f"expected of bare forwards, drafts and the profile, budget {plan.budget}"
     report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
@@ -401,7 +400,7 @@ def forward_s(engine: Engine, sessions: int, rows: int, context: int) -> float:
         pieces = [Piece(table, context, [0] * rows, parents, depths, range(rows)) for table in tables]
         for _ in range(3 + REPEATS):
             began = time.perf_counter()
-            engine.forward(pack(pieces))
+            _ = engine.forward(pack(pieces)).forward_ns  # waits for a device
             took.append(time.perf_counter() - began)
     finally:
         for table in tables:
@@ -429,12 +428,10 @@ def bytes_a_second(device: torch.device) -> float:
     source = torch.ones(COPIED.get(device.type, COPIED["cpu"]), dtype=torch.uint8, device=device)
     target, took = torch.empty_like(source), []
     for _ in range(REPEATS):
-        _wait(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        took.append(time.perf_counter() - began)
-    return 2 * len(source) / median(took)
+        clock = Clock(device)
+        clock(target.copy_, source)
+        took.append(clock.ns)
+    return 2e9 * len(source) / median(took)
 
 
 def _release(device: torch.device) -> None:
@@ -442,8 +439,3 @@ def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -99,6 +99,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         first, second = states.chunk(2, dim=-1)
         return states * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
+    assert len(query) == len(key) == 1  # the kernel reads one text
     return of(query), of(key)
 
 

@@ -254,7 +254,7 @@ def _rotating(kind: Any) -> Any:
         return None
 
     def rotate_in_one(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        whole = cos.shape == (1, query.shape[2], query.shape[3]) and query.dtype == key.dtype == cos.dtype
+        whole = query.shape == (1, query.shape[1], *cos.shape[1:]) and query.dtype == key.dtype == cos.dtype
         if more or named or not whole:
             return stock(query, key, cos, sin, *more, **named)
         return rotate(query, key, cos, sin)

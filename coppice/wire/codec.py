@@ -216,12 +216,15 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 def _unpack(hint: Any) -> tuple[Any, bool, list[Any]]:
     """The type of an annotation, whether it may be None, and the notes on it and on its elements."""
     optional, notes = False, []
-    while True:
-        if typing.get_origin(hint) is Annotated:
-            hint, *more = typing.get_args(hint)
+    while inner := typing.get_args(hint):
+        origin = typing.get_origin(hint)
+        if origin is Annotated:
+            hint, *more = inner
             notes += more
-        elif typing.get_origin(hint) in (Union, UnionType):
-            hint, optional = typing.get_args(hint)[0], True
+        elif origin in (Union, UnionType):
+            hint, optional = inner[0], True
+        elif hasattr(origin, "__value__"):  # an alias, which NDArray is from NumPy 2.5 on
+            hint = origin.__value__[inner]
         else:
             break
     if typing.get_origin(hint) in (list, tuple, frozenset):

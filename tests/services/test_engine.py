@@ -38,6 +38,7 @@ from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import Piece, pack
+from coppice.engine.self_check import self_check
 from coppice.engine.steps import Steps, TappedModel
 from tests.kernels import rotate, tree_attention
 from tests.reference import check_pool
@@ -179,6 +180,7 @@ def test_rows_say_what_plain_forwards_of_their_texts_say(backend: str, name: str
     and beside a prompt's chunk, before and after the KV of accepted paths was moved.
     """
     engine, texts = engine_of(name, backend), [some_ids(length, length) for length in (61, 5, 17, 1)]
+    self_check(engine)
     tables = []
     for number, text in enumerate(texts):
         table, logits = prefill(engine, f"s{number}", text, chunk=10)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from coppice.config.sections import VerifierSettings
 from coppice.engine import kernels
 from coppice.engine.engine import Engine
+from coppice.engine.self_check import self_check
 from coppice.speculation.sampling import SamplingParams
 from tests.kernels import tree_attention
 from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch
@@ -41,6 +42,7 @@ class OnCuda(Verifier):
         model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
         engine = Engine(model.to("cuda"), kv_tokens=settings.kv_tokens)
         assert engine.capture() == ""
+        self_check(engine)
         return engine
 
 

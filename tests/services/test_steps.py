@@ -38,7 +38,7 @@ ARCHITECTURES = {
 
 def engine_of(model: PreTrainedModel) -> Engine:
     """An engine whose pool is full of numbers."""
-    engine = Engine(model, kv_tokens=512)
+    engine = Engine(model, kv_tokens=1024)
     torch.manual_seed(0)
     for part in (part for layer in engine.pool.layers for part in layer):
         part.normal_()
@@ -126,7 +126,8 @@ def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel
     engine = engine_of(llama)
     runs = steps_of(engine)
     assert runs.capture(graph_buckets(8), (1, 2, 3)) == ""
-    assert [graph.inputs.bucket.rows for graph in runs.graphs] == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
+    rows = " ".join(str(graph.inputs.bucket.rows) for graph in runs.graphs)
+    assert rows == "1 2 4 8 16 32 64 96 128 192 256 384 512 768"
     replayed: list[int] = []
     for graph in runs.graphs:
         graph.recording.replay = partial(
@@ -139,9 +140,9 @@ def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel
         rows = len(batch.tokens)
         assert [rows <= bucket < 2 * rows for bucket in replayed] == [True] * uses
         replayed.clear()
-    table = engine.pool.allocate("long", 300)
-    answers(engine, runs, pack([Piece.chain(table, 0, [5] * 257)]))
-    answers(engine, runs, pack([Piece.chain(table, 299, [5])]))
+    table = engine.pool.allocate("long", 800)
+    answers(engine, runs, pack([Piece.chain(table, 0, [5] * 769)]))
+    answers(engine, runs, pack([Piece.chain(table, 799, [5])]))
     assert replayed == []  # more rows, and more blocks, than any graph has
 
 
@@ -239,10 +240,12 @@ def test_graphs_replay_what_their_steps_compute(
     monkeypatch.undo()
     engine = engine_of(llama.to("cuda", dtype))
     assert engine.capture() == ""
-    replayed, eager = engine.steps, steps_of(engine)
+    replayed: Any = engine.steps
     memory = torch.cuda.memory_allocated()
     for seed in range(30):
         batch = some_batch(engine, seed, engine.info.feature_layers)
-        for again, first in zip(answers(engine, replayed, batch), answers(engine, eager, batch), strict=True):
-            assert torch.equal(again, first)
+        again = answers(engine, replayed, batch)
+        with monkeypatch.context() as patch:  # padded alike: products have the bits of their number of rows
+            patch.setattr(replayed, "_replayed", lambda graph, layers: replayed._run(graph.inputs, layers))
+            assert all(map(torch.equal, again, answers(engine, replayed, batch)))
     assert torch.cuda.memory_allocated() - memory < 2**24
