@@ -36,11 +36,11 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 31_777,
-    "of it lab": 3_917,
+    "Python outside tests": 31_772,
+    "of it lab": 3_909,
     "files outside tests": 170,
-    "Python of tests": 30_449,
-    "words of docs": 24_634,
+    "Python of tests": 30_448,
+    "words of docs": 24_633,
     "settings": 69,
     "MB of tracked files": 61,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,7 @@ from tests.services.test_device import SAMPLINGS, Verifier, junk_tree, opened, s
 __all__ = ["target"]  # the fixture
 pytestmark = pytest.mark.gpu
 SESSIONS, IDS = 40, 60
-LAWS = {
-    "T=0": [SamplingParams()],
-    "T=0.7": [SamplingParams(temperature=0.7)],
-    "T=1": [SamplingParams(temperature=1.0)],
-    "mixed": SAMPLINGS["mixed"],
-}
+LAWS = {f"T={t:g}": [SamplingParams(temperature=t)] for t in (0.0, 0.7, 1.0)} | {"mixed": SAMPLINGS["mixed"]}
 
 
 class OnCuda(Verifier):
@@ -72,16 +68,11 @@ def on_cuda(*arguments: Any) -> Tensor:
     return kernels.tree_attention(*(part.cuda() for part in rows), there, layer._replace(sinks=sinks)).cpu()
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(),
-        Shape(dtype=torch.bfloat16),
-        Shape(window=20, softcap=30.0),
-        Shape(heads=8, sinks=True, dtype=torch.bfloat16),
-    ],
-    ids=["float32", "bfloat16", "window", "sinks"],
-)
+HALVED = Shape(dtype=torch.bfloat16)
+SHAPES = Shape(), HALVED, Shape(window=20, softcap=30.0), replace(HALVED, heads=8, sinks=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["float32", "bfloat16", "window", "sinks"])
 def test_the_kernel_computes_what_its_torch_form_does(shape: Shape) -> None:
     rng = random.Random(0)
     for _ in range(50):
