@@ -46,8 +46,9 @@ lint: setup ## ruff, mypy, the wire contract
 	@if git rev-parse --verify --quiet main >/dev/null; then cd protos && $(BUF) breaking --against '../.git#branch=main,subdir=protos'; fi
 
 protos: $(BIN)/.protoc ## regenerate coppice/v1, the descriptor set in it too, from protos/ with a pinned old compiler
-	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. \
 	  --descriptor_set_out=coppice/v1/coppice.binpb --include_imports protos/coppice/v1/*.proto
+	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --grpc_python_out=. protos/coppice/v1/generation.proto
 
 # The compiler is old on purpose: its output runs on every protobuf since 4.25, and it lives in an
 # environment of its own so that it cannot hold back the runtime's versions.

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from coppice.adaptation.signals import QueryRecord
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
-from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
 from coppice.wire.common import Features, Fence, Rejection
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
@@ -50,7 +49,7 @@ class DrafterReplica(Replica):
 
     def __init__(self, address: str, dialer: Dialer) -> None:
         super().__init__(address, dialer)
-        self.stub = DrafterServiceStub(self.channel)
+        self.stub = Stub(self.channel, drafter_pb2)
         self.watch = AcceptanceWatch(())
         """whether it drafts as it was trained to, or of one that nobody measured whether it is of any use"""
 

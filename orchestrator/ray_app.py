@@ -29,13 +29,12 @@ from coppice.config.sections import FEATURE_KINDS, HeadKind
 from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.access import is_loopback
-from coppice.rpc.channels import Dialer, Metadata
+from coppice.rpc.channels import Dialer, Metadata, Stub
 from coppice.stack.launch import MODULES
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, checkout
 from coppice.telemetry import metric
 from coppice.v1 import generation_pb2
-from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
 _log = logging.getLogger("ray.serve")  # a replica's own log
 _LOG_BYTES, _LOG_POLL_S = 1 << 20, 0.2
@@ -240,15 +239,13 @@ class Ingress:
             return await stub.DescribeModel(request, metadata=metadata)  # type: ignore[no-any-return]
 
     @contextlib.asynccontextmanager
-    async def _orchestrator(
-        self, context: RayServegRPCContext
-    ) -> AsyncIterator[tuple[GenerationServiceStub, Metadata]]:
+    async def _orchestrator(self, context: RayServegRPCContext) -> AsyncIterator[tuple[Stub, Metadata]]:
         """Pick an orchestrator for a call, with the caller's bearer token, and map its error for the caller."""
         address = await self._orchestrators.address.remote()
         channel = self._dialer.open(address)
         try:
             token = tuple((key, value) for key, value in context.invocation_metadata() if key == "authorization")
-            yield GenerationServiceStub(channel), token
+            yield Stub(channel, generation_pb2), token
         except grpc.aio.AioRpcError as error:
             context.set_code(error.code())
             context.set_details(error.details() or "")

@@ -32,10 +32,9 @@ from coppice.errors import (
     from_rpc_error,
 )
 from coppice.limits import MAX_TOKEN_ID
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.server import end_waits
 from coppice.v1 import verifier_pb2
-from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
 from coppice.wire.common import TopLogProbs, committed_hash
 from coppice.wire.verifier import NextRoot, OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
@@ -178,7 +177,7 @@ class VerifierReplica(Replica):
 
     def __init__(self, address: str, dialer: Dialer) -> None:
         super().__init__(address, dialer)
-        self.stub = VerifierServiceStub(self.channel)
+        self.stub = Stub(self.channel, verifier_pb2)
         self.verify_s = 0.0  # moving average of a verify round trip
         self.target: TargetDescription | None = None
         """what it said of itself at the latest look"""

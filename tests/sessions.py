@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from coppice.errors import CoppiceError, from_rpc_error
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree, extend
-from coppice.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.wire.common import FeatureRef, Features, Fence, committed_hash
 from coppice.wire.drafter import (
     Advance,
@@ -54,7 +54,7 @@ TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2]
 @asynccontextmanager
 async def verifying(service: Any) -> AsyncIterator[Any]:
     async with Dialer().open(service.address) as channel:
-        yield verifier_pb2_grpc.VerifierServiceStub(channel)
+        yield Stub(channel, verifier_pb2)
 
 
 class VerifierClient:
@@ -202,7 +202,7 @@ def junk_tree(random: random.Random, good: Sequence[int], nodes: int, vocab_size
 @asynccontextmanager
 async def drafting(service: Any) -> AsyncIterator[Any]:
     async with Dialer().open(service.address) as channel:
-        yield drafter_pb2_grpc.DrafterServiceStub(channel)
+        yield Stub(channel, drafter_pb2)
 
 
 class DrafterClient:

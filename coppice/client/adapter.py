@@ -11,9 +11,8 @@ import grpc
 from google.protobuf.message import Message
 
 from coppice.errors import from_rpc_error
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import adapter_pb2 as pb
-from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 
 TIMEOUT_S = 30.0
 ROLLBACK_S = 120.0
@@ -31,7 +30,7 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
         dialer = dialer or Dialer(tls=Dialer.from_environment().tls)
         address = address or os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
         self._channel = dialer.open_blocking(address)
-        self._stub = AdapterServiceStub(self._channel)
+        self._stub = Stub(self._channel, pb)
 
     def status(self, head: str = "", history: int = 0) -> list[pb.HeadStatus]:
         """Return the status of one head or of all, with that many of the latest queries."""

@@ -29,9 +29,8 @@ from coppice.errors import (
     from_rpc_error,
 )
 from coppice.rpc import tracing
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import generation_pb2 as generation
-from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import Chunk, ModelDescription, Started, read_model, read_response, request_to_wire
 
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
@@ -121,7 +120,7 @@ class Attempts:
         return delay
 
 
-def watch(stub: GenerationServiceStub, call: Attempts, responses: Any, ended: threading.Event) -> None:
+def watch(stub: Stub, call: Attempts, responses: Any, ended: threading.Event) -> None:
     """Cancel a stream whose server says nothing any more, not even what it serves: it may have been stopped."""
     while not ended.wait(SILENCE_S / 2):
         if call.quiet:
@@ -134,7 +133,7 @@ def watch(stub: GenerationServiceStub, call: Attempts, responses: Any, ended: th
                 return
 
 
-async def watch_async(stub: GenerationServiceStub, call: Attempts, responses: Any) -> None:
+async def watch_async(stub: Stub, call: Attempts, responses: Any) -> None:
     """As `watch`."""
     while True:
         await asyncio.sleep(SILENCE_S / 2)
@@ -171,7 +170,7 @@ class _Endpoint:
             raise InvalidField("address", "names no HOST:PORT")
         connect: Callable[[str], Any] = dialer.open_blocking if self._blocking else dialer.open
         self._channels = [connect(address) for address in self.addresses]
-        self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
+        self._stubs = [Stub(channel, generation) for channel in self._channels]
         # Clients begin anywhere, so that no server gets all first requests.
         self._turns = itertools.count(random.randrange(len(self._stubs)))  # noqa: S311 - it is no secret
         self._closed = False
@@ -183,7 +182,7 @@ class _Endpoint:
         call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
         return call, Accumulator()
 
-    def _stub(self, call: Attempts) -> GenerationServiceStub:
+    def _stub(self, call: Attempts) -> Stub:
         """Whom the next attempt of a call asks. Raises Cancelled when the client is closed."""
         if self._closed:
             raise Cancelled("the client is closed")

@@ -9,10 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
+from google.protobuf import message_factory
 from pydantic import ValidationError
 
 from coppice.config.sections import TlsSettings
@@ -110,6 +111,27 @@ class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+class Stub:
+    """The methods of a service as functions that call it over a channel, by their names in the proto."""
+
+    def __init__(self, channel: Any, file: ModuleType) -> None:
+        """file: the messages of the proto that declares the service, such as verifier_pb2."""
+        (service,) = file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods:
+            sides = ("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))
+            request, answer = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
+            call = getattr(channel, "_".join(sides))(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=answer.FromString,
+            )
+            setattr(self, method.name, call)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, method: str) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

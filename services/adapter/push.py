@@ -14,11 +14,10 @@ from coppice import failpoints
 from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError, InvalidField, from_rpc_error
 from coppice.limits import MAX_VERSION_STEP
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.directory import Directory
 from coppice.v1 import adapter_pb2 as pb
 from coppice.v1 import drafter_pb2
-from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire.drafter import (
     HeadDescription,
     WeightsHeader,
@@ -50,7 +49,7 @@ class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
         self.times_ahead = 0
         """in a row"""
         self._channel = dialer.open(address)
-        self._stub = DrafterServiceStub(self._channel)
+        self._stub = Stub(self._channel, drafter_pb2)
 
     async def describe(self) -> HeadDescription:
         """Ask what it serves, the version and hash in use among others. Raises CoppiceError."""

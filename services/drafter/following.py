@@ -15,10 +15,10 @@ from typing import Protocol
 import grpc
 
 from coppice.errors import CoppiceError, InvalidField, Unavailable
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.directory import Directory
 from coppice.speculation.tree import DraftTree
-from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
+from coppice.v1 import verifier_pb2
 from coppice.wire.common import FeatureRef, Features, Fence
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, TreeDelta
 from coppice.wire.verifier import Commit, fetch_to_wire, read_fed
@@ -67,7 +67,7 @@ class Verifiers:
     def __init__(self, dialer: Dialer, allowed: Directory | None = None, local: LocalVerifier | None = None) -> None:
         """`allowed` names the addresses that may be dialed; None: all may be."""
         self._dialer, self._directory, self._local = dialer, allowed, local
-        self._stubs: dict[str, VerifierServiceStub] = {}
+        self._stubs: dict[str, Stub] = {}
 
     async def run(self) -> None:
         """Keep the directory up to date, until cancelled."""
@@ -88,7 +88,7 @@ class Verifiers:
         if ref.verifier not in self._stubs:
             if len(self._stubs) == _MOST_CHANNELS:
                 del self._stubs[next(iter(self._stubs))]
-            self._stubs[ref.verifier] = VerifierServiceStub(self._dialer.open(ref.verifier))
+            self._stubs[ref.verifier] = Stub(self._dialer.open(ref.verifier), verifier_pb2)
         return _Call(self._stubs[ref.verifier].FetchFeatures(fetch_to_wire(ref)), vocab_size)
 
 

@@ -17,14 +17,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.client.client import AsyncClient
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.health import Health
 from coppice.rpc.server import most_calls
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import MOST_SCRAPES, metric
 from coppice.v1 import generation_pb2
-from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from orchestrator.service import GenerationServicer
 from tests.signals import eventually
 from tests.tiny import make_target
@@ -61,7 +60,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 async def connected(stack: Stack) -> AsyncIterator[Any]:
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))  # the window does not grow
     async with grpc.aio.insecure_channel(stack.address, options=narrow) as channel:
-        yield GenerationServiceStub(channel)
+        yield Stub(channel, generation_pb2)
 
 
 def request(prompt: int = 8, new: int = 16, **more: Any) -> generation_pb2.GenerateRequest:

@@ -19,10 +19,9 @@ from google.protobuf.message import Message
 from coppice.client.client import AsyncClient
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import drafter_pb2, verifier_pb2
-from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
@@ -153,7 +152,7 @@ async def test_extremes_in_every_number_fail_no_request(
 class LyingVerifier:
     """Passes everything on to an honest one, and lies in all answers of a kind."""
 
-    def __init__(self, honest: VerifierServiceStub, kind: str, lie: Callable[[Any], object]) -> None:
+    def __init__(self, honest: Stub, kind: str, lie: Callable[[Any], object]) -> None:
         self.honest, self.kind, self.lie, self.told = honest, kind, lie, 0
 
     async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -248,7 +247,7 @@ class Two:
 async def lied_to(honest: str, truth: list[int], kind: str, lie: Callable[[Any], object]) -> AsyncIterator[Any]:
     service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
     async with Dialer().open(honest) as channel, server_of(SERVICE, Liar(truth)) as drafter:
-        liar = LyingVerifier(VerifierServiceStub(channel), kind, lie)
+        liar = LyingVerifier(Stub(channel, verifier_pb2), kind, lie)
         async with server_of(service, liar) as lying:
             two = Two([lying.address, honest], drafter.address)
             await two.start()

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from coppice.client.client import Client
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import verifier_pb2
-from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from tests.tiny import make_target
 
 VOCAB = 300
@@ -94,7 +93,7 @@ async def described(address: str) -> verifier_pb2.DescribeTargetResponse:
     """What a verifier says of itself."""
     channel = Dialer().open(address)
     try:
-        return await VerifierServiceStub(channel).DescribeTarget(verifier_pb2.DescribeTargetRequest())
+        return await Stub(channel, verifier_pb2).DescribeTarget(verifier_pb2.DescribeTargetRequest())
     finally:
         await channel.close()
 

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField
+from coppice.rpc.channels import Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
-from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import Chunk, Origin, Timings
 from tests.pipeline.conftest import VOCAB, described
 from tests.tiny import make_target
@@ -165,7 +165,7 @@ def test_a_request_without_a_seed_draws_one_that_makes_its_text_again(stack: Sta
         assert client.generate(PROMPTS[1], seed=answer.seed, policy="plain", **told).ids == answer.ids
     asked = generation_pb2.GenerateRequest(ids={"ids": PROMPTS[1]}, sampling={"temperature": 1.0}, max_new_tokens=NEW)
     with grpc.insecure_channel(stack.address) as channel:  # a caller that is not the SDK
-        events = list(GenerationServiceStub(channel).Generate(asked))
+        events = list(Stub(channel, generation_pb2).Generate(asked))
     ids = tuple(token for event in events for token in event.chunk.ids)
     seed = events[0].started.seed
     assert client.generate(PROMPTS[1], seed=seed, temperature=1.0, max_new_tokens=NEW).ids == ids

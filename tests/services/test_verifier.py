@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
 from coppice.limits import CHUNK_BYTES
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.v1 import verifier_pb2, verifier_pb2_grpc
+from coppice.v1 import verifier_pb2
 from coppice.wire.common import FeatureRef, Fence, committed_hash
 from coppice.wire.verifier import (
     verify_request_to_wire,
@@ -437,7 +437,7 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
         watch = stub.Watch(asked)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         async with Dialer().open(f"127.0.0.1:{port}") as called:  # it listens by then
-            told = await target_of(verifier_pb2_grpc.VerifierServiceStub(called))
+            told = await target_of(Stub(called, verifier_pb2))
             assert (told.name, told.vocab_size, told.max_len, told.layers) == (target.name, VOCAB, MAX_LEN, LAYERS)
             assert (told.hidden_size, told.eos_ids, told.dtype, told.kv_tokens) == (64, (0,), "float32", 65_536)
         service = await starting

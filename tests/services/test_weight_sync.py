@@ -17,8 +17,8 @@ from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.rpc.channels import Dialer
-from coppice.v1 import drafter_pb2_grpc
+from coppice.rpc.channels import Dialer, Stub
+from coppice.v1 import drafter_pb2
 from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
 from services.adapter.push import DrafterLink
@@ -253,7 +253,7 @@ async def test_many_pushes_while_sessions_draft_lose_no_step(setup: Setup, first
         ended.set()
 
     async with Dialer().open(drafter.address) as channel:
-        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        stub = Stub(channel, drafter_pb2)
         await asyncio.gather(*(drafting(stub, seed) for seed in range(sessions)), pushing())
         idle = await drafter_idle(stub)
     assert (idle.sessions, idle.sessions_opened, idle.sessions_closed) == (0, sessions, sessions)

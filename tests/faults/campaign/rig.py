@@ -17,12 +17,11 @@ import psutil
 
 from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError, from_rpc_error
-from coppice.rpc.channels import Dialer
+from coppice.rpc.channels import Dialer, Stub
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.process import Ready
 from coppice.stack.spec import StackSpec
 from coppice.v1 import verifier_pb2
-from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.verifier import read_target
 from lab.report import Check
 from services.adapter.push import DrafterLink
@@ -177,7 +176,7 @@ async def held(ready: Ready, dialer: Dialer) -> Held:
     async with dialer.open(ready.address) as channel:
         request = verifier_pb2.DescribeTargetRequest()
         try:
-            target = read_target(await VerifierServiceStub(channel).DescribeTarget(request, timeout=LIMIT_S))
+            target = read_target(await Stub(channel, verifier_pb2).DescribeTarget(request, timeout=LIMIT_S))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
     return Held(target.sessions, target.sessions_opened - target.sessions_closed, target.kv_tokens_used)
