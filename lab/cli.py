@@ -6,23 +6,18 @@ A command imports what measures when it is called: --help is to be quick.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
+from coppice.errors import InvalidField
 from lab.measuring import Bench, ReferenceProcess, measuring, reporting, running
-from lab.options import ASKED, Options, command, numbers, read_methods, with_heads
-
-if TYPE_CHECKING:
-    from lab.report import Report
-    from lab.synthetic import Plan
+from lab.options import ASKED, Options, command, numbers, read_methods
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
@@ -173,7 +168,10 @@ def rank(options: Options) -> None:
     from lab.paper.rank import run_rank
     from lab.questions import prompt_ids
 
-    spec = with_heads(replace(options, dtype="float32"), ("specblock",), ["specblock-code"])
+    spec = replace(options, dtype="float32").spec(["specblock-code"])
+    if not (heads := tuple(head for head in spec.heads if head.kind == "specblock")):
+        raise InvalidField("head", "none is of kind specblock")
+    spec = replace(spec, heads=heads)
     asked = prompt_ids(options, spec)
     with reporting("bench paper rank", spec, options) as report:
         run_rank(spec, report, asked, options.max_new_tokens, options.budget)
@@ -185,11 +183,10 @@ SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype")
 @command(app, *SHAPED, budget=60)
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
-    from lab.synthetic import run_synthetic
+    from lab.synthetic import planning, run_synthetic
 
-    with shaped("bench synthetic", options) as (plan, report):
-        assumed = {"shape": options.shape, "profile_name": options.profile, "budget": options.budget}
-        run_synthetic(plan, report, assumed)
+    with planning("bench synthetic", options) as (plan, report):
+        run_synthetic(plan, report)
 
 
 @command(app, *SHAPED, shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
@@ -198,24 +195,7 @@ def gpu(options: Options) -> None:
 
     Weights are random. transformers decodes in the same run, with a cache of fixed size.
     """
-    from lab.synthetic import run_gpu
+    from lab.synthetic import planning, run_gpu
 
-    with shaped("bench gpu", options) as (plan, report):
+    with planning("bench gpu", options) as (plan, report):
         run_gpu(plan, report)
-
-
-@contextmanager
-def shaped(name: str, options: Options) -> Iterator[tuple[Plan, Report]]:
-    """A target and heads of a shape with random weights, what is measured of them, and a report: see `reporting`."""
-    from coppice.machine import default_dtype
-    from coppice.training.trainer import usable_device
-    from lab.synthetic import Plan, make_weights, read_profile, read_shape
-
-    usable_device(options.device)
-    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
-    sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
-    vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
-    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
-        spec = make_weights(Path(folder), config, kinds, dtype, options.device)
-        with reporting(name, spec, options) as report:
-            yield Plan(spec, sessions, options.budget, alphas, vocab_size), report

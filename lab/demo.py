@@ -21,7 +21,7 @@ from coppice.commands.generate import figures, print_tree
 from coppice.commands.options import stack_spec
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
-from coppice.prompts.files import FilePrompt, demo_prompts
+from coppice.prompts import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.redis_server import find_server
 from coppice.training.progress import Progress

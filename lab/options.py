@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -160,15 +160,3 @@ def read_methods(
                 raise InvalidField("methods", f"{text!r}: {str(error).partition(': ')[2]}") from None
         methods.append(method)
     return tuple(dict.fromkeys(methods))
-
-
-def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:
-    """The stack of the options with its heads of these kinds. Raises InvalidField when there are none.
-
-    `default`: the heads beside the demo's target.
-    """
-    spec = options.spec(default)
-    chosen = tuple(head for head in spec.heads if head.kind in kinds)
-    if not chosen:
-        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
-    return replace(spec, heads=chosen)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from coppice.errors import InvalidField
-from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
+from coppice.prompts import FilePrompt, demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import TargetText
 from coppice.wire.generation import ModelDescription

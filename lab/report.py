@@ -45,11 +45,6 @@ class Check:
         """Whether the bound was missed by what was measured."""
         return not (self.ok or self.weak)
 
-    @classmethod
-    def at_least(cls, name: str, value: float, bound: float, note: str = "", weak: bool = False) -> Check:
-        """A check that a value reaches a bound; the value is shown with three digits."""
-        return cls(name, round(value, 3), f">= {bound:g}", value >= bound, note, weak)
-
 
 @dataclass(slots=True)
 class Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,15 +34,17 @@ from coppice.heads.base import DraftJob, Head
 from coppice.heads.checkpoints import read_output, read_target, save_head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
+from coppice.machine import default_dtype
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTING_KINDS, HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.progress import Progress
-from coppice.training.trainer import replacing
+from coppice.training.trainer import replacing, usable_device
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.measuring import GREEDY, asking, running, timed
+from lab.measuring import GREEDY, asking, reporting, running, timed
+from lab.options import Options, numbers
 from lab.report import Report, make_row
 from lab.steps import costs, parts_of
 
@@ -155,11 +158,11 @@ def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], d
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of a stack, and what is assumed of its heads."""
+    """What is measured of a stack with random weights, and what is assumed of its heads."""
 
+    options: Options
     spec: StackSpec
     sessions: tuple[int, ...]
-    budget: int
     profile: dict[str, tuple[float, ...]]
     """alpha by depth, of each head"""
     vocab_size: int
@@ -167,6 +170,19 @@ class Plan:
     def ids(self, count: int, seed: int) -> list[int]:
         """Random ids."""
         return random.Random(seed).choices(range(self.vocab_size), k=count)  # noqa: S311
+
+
+@contextmanager
+def planning(command: str, options: Options) -> Iterator[tuple[Plan, Report]]:
+    """Make a target and heads as the options say, and a report: see `reporting`. Raises InvalidField."""
+    usable_device(options.device)
+    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
+    sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
+    vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        spec = make_weights(Path(folder), config, kinds, dtype, options.device)
+        with reporting(command, spec, options) as report:
+            yield Plan(options, spec, sessions, alphas, vocab_size), report
 
 
 @dataclass(frozen=True)
@@ -265,10 +281,11 @@ def wire_features(rows: Tensor | None, start: int, end: int) -> Features | None:
     return Features(start, len(part), dtype, part.view(torch.uint8).numpy().tobytes())
 
 
-def run_synthetic(plan: Plan, report: Report, assumed: Line) -> None:
-    """Add bare times, what is expected, and steps of the services to the report. `assumed`: what it says of the run."""
+def run_synthetic(plan: Plan, report: Report) -> None:
+    """Add bare times, what is expected, and steps of the services to the report."""
+    assumed = {"shape": plan.options.shape, "profile_name": plan.options.profile, "budget": plan.options.budget}
     report.figures |= {"synthetic": NOTE, **assumed, "profile": plan.profile, "context": CONTEXT}
-    on, rows = f"{NOTE}\n{report.dtype}, {report.device}", sorted({1, plan.budget + 1, *ROWS})
+    on, rows = f"{NOTE}\n{report.dtype}, {report.device}", sorted({1, plan.options.budget + 1, *ROWS})
     with Progress("parts", 2) as progress:
         times = measure_bare(plan, rows, progress)
         lines = [
@@ -288,7 +305,7 @@ def run_gpu(plan: Plan, report: Report) -> None:
         progress.say("forwards")
         add_roofline(plan.spec, report)
         progress.add()
-        add_expected(plan, measure_bare(plan, sorted({1, plan.budget + 1}), progress), report, progress)
+        add_expected(plan, measure_bare(plan, sorted({1, plan.options.budget + 1}), progress), report, progress)
         progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
         verifier, prompt = plan.spec.settings().verifier, plan.ids(GENERATED, 2)
         reference = Reference(plan.spec.target, verifier.dtype, verifier.device)
@@ -311,7 +328,7 @@ def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> BareTim
             times.forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
         for head in plan.spec.heads:
             progress.say(f"{sessions} drafts of {head.name}")
-            times.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.budget, sessions)
+            times.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.options.budget, sessions)
     progress.add()
     return times
 
@@ -320,7 +337,7 @@ def add_expected(plan: Plan, times: BareTimes, report: Report, progress: Progres
     """Add what the profile and the bare times give, and steps of the services at one session, if that is measured."""
     _release(torch.device(report.device))
     report.rows = expected_lines(plan, times)
-    title = f"expected of bare forwards, drafts and the profile, budget {plan.budget}"
+    title = f"expected of bare forwards, drafts and the profile, budget {plan.options.budget}"
     report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
     if 1 in plan.sessions:
         progress.say("the services")
@@ -336,7 +353,7 @@ def expected_lines(plan: Plan, times: BareTimes) -> list[Line]:
         plain_ms = times.forwards[sessions, 1]
         ways = [(PLAIN, plain_ms, (0.0, 0.0), 1.0)]
         for head in plan.spec.heads:
-            forward_ms, draft = times.forwards[sessions, plan.budget + 1], times.drafts[sessions, head.name]
+            forward_ms, draft = times.forwards[sessions, plan.options.budget + 1], times.drafts[sessions, head.name]
             ways.append((f"single:{head.name}", forward_ms, draft, expected_tau(plan.profile[head.name])))
         for method, forward_ms, (head_ms, draft_ms), tau in ways:
             step_ms = forward_ms + head_ms
@@ -360,11 +377,11 @@ def measure_services(plan: Plan, times: BareTimes, report: Report, progress: Pro
     """Answers of the real services, one session: each method's step, its parts and its efficiency."""
     prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS)]
     lines = []
-    with running(replace(plan.spec, budget=plan.budget), report) as stack, Client(stack.address) as client:
+    with running(replace(plan.spec, budget=plan.options.budget), report) as stack, Client(stack.address) as client:
         methods = (PLAIN, *(f"single:{head.name}" for head in plan.spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
         for method, answers in timed(ways, prompts, progress).items():
-            step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
+            step, row = costs(method, answers), make_row(method, answers, [], plan.options.budget)
             head_ms, _ = times.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
             bare_ms = times.forward_ms(row["verified_nodes"] + 1) + head_ms
             line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row["tau"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that the random heads of tests/unit/test_feature_heads.py can draft for; to be read only."""
+    from tests.tiny import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"), 96, layers=8, hidden=32, tokenizer=False)
 
 
 @pytest.fixture(scope="module")

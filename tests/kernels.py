@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coppice.engine.attention import Layer
 from coppice.engine.steps import StepInputs
-from coppice.speculation.sampling_torch import gumbel, hashes
+from coppice.heads.tree import torch_gumbel, torch_hashes
 from services.verifier.device import KEY, LEAST, ROW, TEMPERATURE
 
 
@@ -35,7 +35,7 @@ def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, 
             edge, last = edges[sampled], lasts[sampled]
             kept &= (logits[row] > edge) | ((logits[row] == edge) & (tokens <= last))
         scores.masked_fill_(~kept, -torch.inf)
-        best = scores.add_(gumbel(hashes(table[KEY, sampled : sampled + 1], tokens))[0]).argmax()
+        best = scores.add_(torch_gumbel(torch_hashes(table[KEY, sampled : sampled + 1], tokens))[0]).argmax()
         drawn.append(int(best) if bool(highest[row].abs() < torch.inf) else -1)
     return torch.tensor(drawn)
 

@@ -46,7 +46,7 @@ def _draft_noise_of_residual(patch: Patch) -> None:
 
 
 def _draft_noise_of_accept(patch: Patch) -> None:
-    patch.setattr(lm, "_CHAIN_STREAM", sampling.ACCEPT_STREAM)
+    patch.setattr(lm, "DRAFT_STREAM", sampling.ACCEPT_STREAM)
 
 
 def _noise_one_position_off(patch: Patch) -> None:

@@ -107,11 +107,6 @@ def variant_name(variant: int, name: str) -> str:
     return f"{_PREFIX}{variant}.{name}" if variant else name
 
 
-def in_deployed(name: str) -> bool:
-    """Whether a name is that of a tensor of the head itself, which the deployed weights have."""
-    return name != ROUTES and not name.startswith(_PREFIX)
-
-
 def numbers_in(tensors: Mapping[str, Tensor]) -> list[int]:
     """List the variants, from 1, that have a tensor of their own."""
     own = {name.split(".")[1] for name in tensors if name.startswith(_PREFIX)}
@@ -165,15 +160,6 @@ class Route:
     """the variant for the others"""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What drafts for a text."""
-
-    kind: int = 0
-    """the kind of text that it was taken for; 0: none"""
-    variant: int = 0
-
-
 class Routes:
     """Which variant drafts for which texts. Kind n is route n - 1; None: there is no such kind."""
 
@@ -201,8 +187,11 @@ class Routes:
                 row.copy_(torch.tensor([route.radius, route.variant, route.share, route.other, *route.centroid]))
         return tensor
 
-    def choose(self, sketch: Vector, session: str) -> Choice:
-        """Choose for a text. Chance decides by the session's name, so that a session that moves keeps its variant."""
+    def choose(self, sketch: Vector, session: str) -> tuple[int, int]:
+        """Return the kind that a text is of, 0: none, and the variant that drafts for it.
+
+        Chance decides by the session's name, so that a session that moves keeps its variant.
+        """
         nearest, least = 0, np.inf
         for kind, route in enumerate(self.routes, 1):
             if route is not None:
@@ -211,6 +200,6 @@ class Routes:
                     nearest, least = kind, distance
         route = self.routes[nearest - 1] if nearest else None
         if route is None:
-            return Choice()
+            return 0, 0
         chance = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) / 2**64
-        return Choice(nearest, route.variant if chance < route.share else route.other)
+        return nearest, route.variant if chance < route.share else route.other

@@ -59,16 +59,11 @@ class Accumulator:
     """Folds the events of one stream, in order, into a Completion; asked before the last event, into a partial one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._called = clock()
+        self._clock, self._called = clock, clock()
         self._first = self._last = self._called  # when the first and the last token came
         self._started = Started(0, "", (), 0)
         self._finished: Finished | None = None
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._origins: list[Origin] = []
-        self._log_probs: list[float] = []
-        self._trees: list[StepTree] = []
+        self._chunks: list[Chunk] = []
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event."""
@@ -78,30 +73,26 @@ class Accumulator:
             self._finished = event
         else:
             self._last = self._clock()
-            if not self._ids:
+            if not self._chunks:
                 self._first = self._last
-            self._text.append(event.text)
-            self._ids += event.ids
-            self._origins += event.origins
-            self._log_probs += event.log_probs
-            if event.tree is not None:
-                self._trees.append(event.tree)
+            self._chunks.append(event)
 
     def completion(self) -> Completion:
         """The answer so far."""
-        started = self._started
-        end = self._finished or Finished("cancelled", started.prompt_tokens, len(self._ids), [], [], [])
+        started, chunks = self._started, self._chunks
+        ids = tuple(token for chunk in chunks for token in chunk.ids)
+        end = self._finished or Finished("cancelled", started.prompt_tokens, len(ids), [], [], [])
         return Completion(
             **{field.name: getattr(end, field.name) for field in fields(end)},
-            text="".join(self._text),
-            ids=tuple(self._ids),
-            log_probs=tuple(self._log_probs),
-            origins=tuple(self._origins),
+            text="".join(chunk.text for chunk in chunks),
+            ids=ids,
+            log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
+            origins=tuple(origin for chunk in chunks for origin in chunk.origins),
             policy=started.policy,
             heads=started.heads,
             seed=started.seed,
             ttft_s=self._first - self._called,
             # The server's clock is not blurred by chunks that arrive together.
             decode_s=(not end.resumed and end.timings.decode_ns / 1e9) or self._last - self._first,
-            trees=tuple(self._trees),
+            trees=tuple(chunk.tree for chunk in chunks if chunk.tree is not None),
         )

@@ -52,14 +52,12 @@ class Options(Draws, total=False):
     timeout: Annotated[float, "deadline of the whole call, seconds"]
 
 
-def _meanings() -> dict[str, str]:
-    """What each option does, in one line."""
-    hints = get_type_hints(Options, include_extras=True)
-    fields = SamplingParams.model_fields
-    return {name: str(fields[name].description if name in fields else hints[name].__metadata__[0]) for name in hints}
-
-
-MEANINGS = _meanings()
+_DRAWS = SamplingParams.model_fields
+MEANINGS = {
+    name: str(_DRAWS[name].description if name in _DRAWS else hint.__metadata__[0])
+    for name, hint in get_type_hints(Options, include_extras=True).items()
+}
+"""What each option does, in one line"""
 
 
 def lists_options(function: F) -> F:
@@ -79,8 +77,7 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TypeError(f"{caller}() got an unexpected keyword argument {unknown[0]!r}{hint}")
     fields: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-    every = SamplingParams.model_fields
-    draws = {name: value for name in every if (value := fields.pop(name, None)) is not None}
+    draws = {name: value for name in _DRAWS if (value := fields.pop(name, None)) is not None}
     sampling = fields.pop("sampling", None)
     if sampling is None:
         try:

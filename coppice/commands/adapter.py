@@ -159,20 +159,12 @@ def draw(heads: Sequence[pb.HeadStatus], file: Path) -> None:
 
 
 def _draw(panel: Any, status: pb.HeadStatus, name: str) -> None:
-    queries, values = [], list[float]()
-    for point in status.history:
-        queries.append(point.query)
-        values.append(getattr(point, name))
+    queries = [point.query for point in status.history]
+    values = [getattr(point, name) for point in status.history]
     for action, colour in ARM_COLOURS.items():
-        at = [number for number, point in enumerate(status.history) if point.action == action]
-        if at:
-            panel.scatter(
-                [queries[number] for number in at],
-                [values[number] for number in at],
-                s=8,
-                color=colour,
-                label=f"query: {action}",
-            )
+        if of_arm := [point for point in status.history if point.action == action]:
+            at, heights = [point.query for point in of_arm], [getattr(point, name) for point in of_arm]
+            panel.scatter(at, heights, s=8, color=colour, label=f"query: {action}")
     means = [statistics.fmean(values[max(0, end - SMOOTHING) : end]) for end in range(1, len(values) + 1)]
     panel.plot(queries, means, color="black", label=f"mean of {SMOOTHING} queries")
     labels = set[str]()

@@ -18,7 +18,7 @@ from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Options
 from coppice.commands.options import names
 from coppice.errors import InvalidField
-from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.prompts import FilePrompt, read_prompts
 from coppice.wire.generation import Chunk, Origin, StepTree
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]

@@ -97,11 +97,6 @@ class KVPool:
         """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
 
     @property
-    def used_blocks(self) -> int:
-        """Blocks owned by sessions."""
-        return int(np.count_nonzero(self._owners))
-
-    @property
     def free_tokens(self) -> int:
         """Tokens that fit in the blocks nobody owns."""
         return int(np.count_nonzero(self._owners == 0)) * self.block_size

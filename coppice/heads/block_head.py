@@ -74,7 +74,7 @@ class BlockHead(FeatureHead):
 
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
         """Grow all trees block by block."""
-        states, logits, buckets = self.timed(self._from_roots, self.inputs(self.root_rows(trees)))
+        states, logits, buckets = self.timed(self._forward, self.inputs(self.root_rows(trees)), True)
         for tree in trees:
             self._sessions[tree.job.key].finish(tree.job.committed_len)
         self.ranking.couple(trees, self.deepest)
@@ -88,16 +88,11 @@ class BlockHead(FeatureHead):
             if not trees:
                 return
             inputs = self.inputs(self._start_rows(trees, states.flatten(0, 1)))
-            states, logits, buckets = self.timed(self._from_states, inputs)
+            states, logits, buckets = self.timed(self._forward, inputs, False)
 
-    def _from_roots(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._read(self.run(inputs).index_select(0, inputs.outputs))
-
-    def _from_states(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._read(self.run_behind(inputs, inputs.features))
-
-    def _read(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (S, K, hidden) states with their logits and the (S, K) buckets of their slots."""
+    def _forward(self, inputs: Inputs, roots: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the (S, K, hidden) states of blocks behind roots or starts, their logits and (S, K) buckets."""
+        states = self.run(inputs).index_select(0, inputs.outputs) if roots else self.run_behind(inputs, inputs.features)
         logits, normed = self.model.read(states)
         return states, logits, self.buckets(logits, normed)
 

@@ -58,8 +58,6 @@ MASKED_KINDS = ("dflash", "jetspec", "dspark")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of our own layout: the kind
-_ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3"}
-"""what config.json of the kind that is written in its authors' layout says instead"""
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _SPELLINGS = {
     "eagle_aux_hidden_state_layer_ids": "feature_layers",
@@ -387,7 +385,8 @@ def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
     if model.own_output and not type(model).own_output:  # one of its own that the kind's model only borrows
         tensors[_LM_HEAD] = model.lm_head.weight
     values = config.model_dump(by_alias=True)
-    values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
+    # One kind is written in its authors' layout.
+    values |= {"architectures": ["LlamaForCausalLMEagle3"]} if kind == "eagle3" else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -133,7 +133,8 @@ class FeatureHead(Head):
             torch.set_num_threads(settings.threads)
         config = self.config = loaded.config
         self.settings = with_tree_shape(settings)
-        device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        device = self.device = torch.device(settings.device)
+        self.dtype = DTYPES[settings.dtype]
         self.weights = self.checkpoint = Weights.of(public_weights(loaded.model, config))
         model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         prepack(model)
@@ -148,7 +149,7 @@ class FeatureHead(Head):
             device=device,
         )
         self.embedding = loaded.embedding.to(device, self.dtype)
-        self._step_inputs = lru_cache(_INPUTS)(self._new_step_inputs)
+        self._step_inputs = lru_cache(_INPUTS)(lambda size, beside: StepInputs(size, config.group, self.pool, beside))
         self.description = HeadDescription(
             settings.name or self.kind,
             self.kind,
@@ -225,15 +226,7 @@ class FeatureHead(Head):
     def _attends(self, attention: Attention) -> list[Attend]:
         return [partial(attention.attend, Layer(number)) for number in range(self.config.num_hidden_layers)]
 
-    def _new_step_inputs(self, bucket: Bucket, beside: int) -> StepInputs:
-        return StepInputs(bucket, self.config.group, self.pool, beside)
-
     # --- sessions ---
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.pool.device
 
     @property
     def model(self) -> Any:
@@ -254,8 +247,8 @@ class FeatureHead(Head):
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
         sketch = sketch_of(features)
-        choice = self.routes.choose(sketch, opening.session)
-        opened = DraftOpened(0, choice.variant, choice.kind, tuple(sketch.tolist()))
+        kind, variant = self.routes.choose(sketch, opening.session)
+        opened = DraftOpened(0, variant, kind, tuple(sketch.tolist()))
         session = FeatureSession(table, ids, start, features, start, start, opened, opening.want_misses)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root

@@ -238,11 +238,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: HeadConfig, inputs: int = 1) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.kv_heads, self.dim = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         width, hidden = (self.heads + 2 * self.kv_heads) * self.dim, config.hidden_size
         self.qkv_proj = nn.Linear(inputs * hidden, width, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=config.attention_bias)

@@ -29,10 +29,8 @@ from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.tree import Blocks, BlockTree, Ranking, row_slices
-from coppice.speculation.sampling import uniform
+from coppice.speculation.sampling import DRAFT_STREAM, uniform
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft, vocabulary_hash
-
-_TOKENIZER = "tokenizer.json"
 
 
 def common_width(folder: str | Path, target: str | Path) -> int:
@@ -74,7 +72,7 @@ def tokenizer_hash(folder: str | Path) -> bytes:
 
 
 def _tokenizer(folder: str | Path) -> Tokenizer | None:
-    file = Path(folder) / _TOKENIZER
+    file = Path(folder) / "tokenizer.json"
     return _read(file, Tokenizer.from_file, str(file)) if file.is_file() else None
 
 
@@ -94,7 +92,6 @@ def _read(place: str | Path, read: Callable[..., Any], *arguments: Any, **option
 log = structlog.get_logger()
 
 PREFILL_ROWS = 512
-_CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
 
 
 @dataclass
@@ -228,5 +225,5 @@ class LanguageModelHead(Head):
 def sample(logits: Tensor, job: DraftJob, depth: int) -> tuple[int, NDArray[np.float64]]:
     """Sample a chain's token at a depth from (V,) logits; returns it and the (V,) probabilities, for the p/q rule."""
     q: NDArray[np.float64] = (logits.double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
-    drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
+    drawn = uniform(job.sampling.seed, job.committed_len + depth, DRAFT_STREAM)
     return min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1), q

@@ -135,10 +135,7 @@ class SpecBlockModel(BlockModel):
         )
 
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
-        """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.
-
-        attends: one for each layer, over the N * K slots in row-major order.
-        """
+        """Return the states as BlockModel says."""
         states: Tensor = self.input_layer(condition, token, self.config.prefix_broadcast)
         shape = states.shape
         for number, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
@@ -293,24 +290,6 @@ class DSparkConfig(MaskedBlockConfig):
     confidence: bool = True
 
 
-class _Markov(nn.Module):
-    """The vanilla Markov head: W2 W1[previous token] is added to a slot's logits."""
-
-    def __init__(self, config: MaskedBlockConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-
-class _Confidence(nn.Module):
-    """The confidence head, in one projection."""
-
-    def __init__(self, config: MaskedBlockConfig) -> None:
-        super().__init__()
-        width = config.hidden_size + (config.markov_rank if config.confidence_with_markov else 0)
-        self.proj = nn.Linear(width, 1)
-
-
 class MaskedBlockModel(DraftModel):
     """The layers over a block, and what is read off its slots. The output layer is the target's."""
 
@@ -322,8 +301,14 @@ class MaskedBlockModel(DraftModel):
         self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
         self.hidden_norm = norm_of(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.markov_head = _Markov(config) if config.markov_rank else None
-        self.confidence_head = _Confidence(config) if config.confidence else None
+        self.markov_head = self.confidence_head = None
+        if config.markov_rank:  # W2 W1[previous token] is added to a slot's logits
+            table = nn.Embedding(config.vocab_size, config.markov_rank)
+            output = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+            self.markov_head = nn.ModuleDict({"markov_w1": table, "markov_w2": output})
+        if config.confidence:
+            width = config.hidden_size + (config.markov_rank if config.confidence_with_markov else 0)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
         self.add_output()
         # The target's: it moves with the model, but is neither trained nor part of its state.
         weight = self.lm_head.weight.detach()
@@ -354,7 +339,7 @@ class MaskedBlockModel(DraftModel):
         """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them, if any."""
         if self.markov_head is None:
             return None
-        out: Tensor = self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
+        out: Tensor = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
         return out
 
     def read_behind(self, states: Tensor, previous: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
@@ -367,6 +352,6 @@ class MaskedBlockModel(DraftModel):
         """Return the (...) logits of being accepted of slots with (..., hidden) normed states behind (...) ids."""
         assert self.confidence_head is not None
         if self.config.confidence_with_markov and self.markov_head is not None:
-            normed = torch.cat((normed, self.markov_head.markov_w1(previous)), dim=-1)
-        out: Tensor = self.confidence_head.proj(normed)[..., 0]
+            normed = torch.cat((normed, self.markov_head["markov_w1"](previous)), dim=-1)
+        out: Tensor = self.confidence_head["proj"](normed)[..., 0]
         return out

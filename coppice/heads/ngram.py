@@ -45,16 +45,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.limits import MAX_TREE_DEPTH
-from coppice.speculation.sampling import (
-    DRAFT_STREAM,
-    GAMMA,
-    MASK_64,
-    TOKEN_STREAM,
-    decode_row,
-    draw,
-    mix,
-    position_key,
-)
+from coppice.speculation.sampling import DRAFT_STREAM, GAMMA, MASK_64, TOKEN_STREAM, decode_row, draw, mix, position_key
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 

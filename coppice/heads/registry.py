@@ -18,14 +18,11 @@ log = structlog.get_logger()
 # kind: (module, function that takes DrafterSettings and returns a Head)
 _BUILDERS = MappingProxyType(
     {
-        "bigram": ("coppice.heads.ngram", "NgramHead"),
-        "lookup": ("coppice.heads.ngram", "NgramHead"),
+        **dict.fromkeys(("bigram", "lookup"), ("coppice.heads.ngram", "NgramHead")),
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
         "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
-        "dflash": ("coppice.heads.block_head", "MaskedBlockHead"),
-        "jetspec": ("coppice.heads.block_head", "MaskedBlockHead"),
-        "dspark": ("coppice.heads.block_head", "MaskedBlockHead"),
+        **dict.fromkeys(("dflash", "jetspec", "dspark"), ("coppice.heads.block_head", "MaskedBlockHead")),
     }
 )
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.layers import largest
 from coppice.limits import MAX_TREE_NODES
-from coppice.speculation import sampling, sampling_torch
+from coppice.speculation import sampling
+from coppice.speculation.sampling import GAMMA, MASK_64, MULTIPLIER_1, MULTIPLIER_2, TOKEN_STREAM
 from coppice.speculation.tree import DraftTree
 
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
@@ -216,7 +217,7 @@ class Ranking:
             places.append(np.array([tree.job.committed_len + 1 for tree in noisy], np.int64))
             seeds, firsts = torch.from_numpy(np.stack(places)[..., None]).to(self.target_ids.device)
             at = (firsts + torch.arange(depths, device=firsts.device)).flatten()
-            noise = sampling_torch.noise(seeds.expand(-1, depths).flatten(), at, self.target_ids).float()
+            noise = torch_noise(seeds.expand(-1, depths).flatten(), at, self.target_ids).float()
             for tree, rows in zip(noisy, noise.view(len(noisy), depths, -1), strict=True):
                 tree.noise = rows
             return
@@ -315,3 +316,44 @@ def _on_host(*parts: Tensor) -> list[NDArray[Any]]:
     arrays = np.split(packed.cpu().numpy(), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
     pairs = zip(parts, arrays, strict=True)
     return [array if part.is_floating_point() else array.view(np.int32) for part, array in pairs]
+
+
+# --- the noise on any device ---
+
+# torch has no unsigned 64-bit arithmetic. Products and sums of int64 wrap to the same bits as `sampling`'s; right
+# shifts copy the sign bit and are masked.
+
+
+def torch_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return (P, K) float64 standard Gumbel noise of (K,) token ids at (P,) absolute positions of texts.
+
+    The hashes are those of `sampling.noise` bit for bit. seeds: (P,) int64, the bits of each text's seed.
+    """
+    keys = _mix(_mix(seeds + _signed(GAMMA)) + _signed(TOKEN_STREAM * GAMMA & MASK_64))
+    return torch_gumbel(torch_hashes(_mix(keys + positions * _signed(GAMMA)), token_ids))
+
+
+def torch_hashes(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return (P, K) hashes of (K,) token ids behind (P,) keys, as int64 with the bits of the unsigned ones."""
+    return _mix(keys[:, None] + token_ids[None, :] * _signed(GAMMA))
+
+
+def torch_gumbel(hashes: Tensor) -> Tensor:
+    """Return float64 noise of hashes."""
+    u = _shift(hashes, 12).double().add_(0.5).mul_(2.0**-52)
+    return u.log_().neg_().log_().neg_()
+
+
+def _mix(value: Tensor) -> Tensor:
+    """Apply splitmix64's finaliser elementwise."""
+    value = (value ^ _shift(value, 30)) * _signed(MULTIPLIER_1)
+    value = (value ^ _shift(value, 27)) * _signed(MULTIPLIER_2)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << 64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

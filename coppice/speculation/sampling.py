@@ -7,7 +7,7 @@ and presence over the answer alone, as OpenAI and vLLM define them. Below the le
 be drawn.
 
 The noise of a token is a Gumbel variable read from a hash of (seed, absolute position, token id), so whoever draws from
-the same row draws the same token, in whatever step, tree or process. `sampling_torch` is the twin on tensors.
+the same row draws the same token, in whatever step, tree or process. `heads.tree.torch_noise` is the twin on tensors.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ class SamplingParams(BaseModel):
 
     def with_defaults(self, repetition_penalty: float) -> SamplingParams:
         """The same with what is unset as a deployment has it."""
-        return self.model_copy(
-            update={} if self.repetition_penalty is not None else {"repetition_penalty": repetition_penalty}
-        )
+        unset = self.repetition_penalty is None
+        return self.model_copy(update={"repetition_penalty": repetition_penalty}) if unset else self
 
     def with_seed(self) -> SamplingParams:
         """The same with a seed: a random one unless one was set."""

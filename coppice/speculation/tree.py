@@ -68,8 +68,6 @@ class DraftTree:
             return NotImplemented
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name, _, _ in _FIELDS)
 
-    __hash__ = None  # type: ignore[assignment]  # arrays have no hash
-
     def depths(self) -> IntArray:
         """(n + 1,) pos(0) = 0, pos(i) = pos(parent) + 1 (Merged-Tree Dual Drafting, section 4.3)."""
         depths = [0]

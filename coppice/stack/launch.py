@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
@@ -79,7 +78,7 @@ class Stack:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -120,10 +119,10 @@ class Stack:
         for orchestrator in orchestrators:
             self._reached(orchestrator)
 
-    def restart(self, name: str, flags: Mapping[str, Any] | None = None, ready_s: float | None = None) -> bool:
+    def restart(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
         """Do as `revive` does, and wait until the process is healthy. Raises ProcessFailed."""
         ended_well = self.revive(name, flags)
-        self.processes[name].wait_ready(time.monotonic() + (ready_s or self._ready_s))
+        self.processes[name].wait_ready(time.monotonic() + self._ready_s)
         return ended_well
 
     def revive(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:

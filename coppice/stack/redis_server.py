@@ -11,7 +11,6 @@ import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from coppice.errors import Unavailable
@@ -90,7 +89,7 @@ class LocalRedis:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 

@@ -37,9 +37,8 @@ from coppice.training.data import (
     Domain,
     Messages,
     check_held_out,
-    load_corpus,
     load_tokenizer,
-    parse_specs,
+    read_corpora,
     seed_of,
 )
 
@@ -307,7 +306,7 @@ def _load(lines: list[str], target: Path) -> list[Corpus]:
     def render(messages: Messages) -> Any:
         return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    corpora = [load_corpus(spec, render) for spec in parse_specs(lines)]
+    corpora = read_corpora(lines, render)
     check_held_out({corpus.name: len(corpus.held_out) for corpus in corpora}, 1)
     return corpora
 

@@ -49,9 +49,9 @@ def work_folder(out: Path, resume: bool) -> Path:
 
 def command_line(command: str, data: list[str], flags: Mapping[str, str]) -> str:
     """Return the command that starts a run, directories stripped, for its card. Raises DataError."""
-    from coppice.training.data import parse_specs
+    from coppice.training.data import parse_corpora
 
-    parts = [f"--data '{spec.public}'" for spec in parse_specs(data)]
+    parts = [f"--data '{corpus.public}'" for corpus in parse_corpora(data)]
     return " ".join(
         [f"coppice train {command}", *parts, *(f"--{name} {value}".strip() for name, value in flags.items())]
     )

@@ -44,125 +44,115 @@ class DataError(InvalidField):
         super().__init__("--data", reason)
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """One parsed `--data` line. `weight` is the share of the training tokens, relative to the other lines."""
+@dataclass
+class Corpus:
+    """One `--data` line, and its documents once they are read, split by `is_held_out`."""
 
     name: str
     pattern: str
-    weight: float
+    weight: float = 1.0
+    """the share of the training tokens, relative to the other lines"""
+    train: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """the names of its files, for the model card"""
+    of_prompts: bool = False
+    """whether documents are chats up to an answer, in a template"""
 
     @property
     def public(self) -> str:
         """The line without directories, for model cards."""
         return f"{self.name}={Path(self.pattern).name}:{self.weight:g}"
 
-
-@dataclass
-class Corpus:
-    """The documents of one domain, split by `is_held_out`; `sources` says what they are, for the model card."""
-
-    name: str
-    weight: float
-    train: list[str] = field(default_factory=list)
-    held_out: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    of_prompts: bool = False
-    """whether documents are chats up to an answer, in a template"""
-
     def facts(self) -> dict[str, Any]:
         """Return what a model card says of it."""
-        return {
-            "weight": self.weight,
-            "sources": self.sources,
-            "documents": len(self.train),
-            "held_out_documents": len(self.held_out),
-        }
+        counts = {"documents": len(self.train), "held_out_documents": len(self.held_out)}
+        return {"weight": self.weight, "sources": self.sources} | counts
+
+    def read(self, render: Callable[[Messages], str] | None = None) -> None:
+        """Read and split the documents. `render` gives a chat up to an answer in the target's template.
+
+        A chat is a prompt for each turn of its user; all of them are held out or none. Raises DataError for no files,
+        an unreadable one, a bad row, chats where there is no template, and chats beside texts.
+        """
+        where, seen = f"{self.name}={self.pattern}", set[str]()
+        for document in self._documents(where):
+            if isinstance(document, str):
+                texts = [document]
+            elif render is None:
+                raise DataError(f"{where}: chats teach heads, whose target has a template, and no targets")
+            else:
+                ends = [at for at, message in enumerate(document, start=1) if message["role"] == "user"]
+                try:
+                    texts = [render(document[:end]) for end in ends]
+                except Exception as error:  # a template may raise anything
+                    raise DataError(f"{where}: the target's chat template: {str(error).splitlines()[0]}") from error
+            if (of_prompts := document is not texts[0]) is not self.of_prompts and seen:
+                raise DataError(f"{where}: holds chats and texts; give each a line of its own")
+            self.of_prompts = of_prompts
+            if texts[0] not in seen:
+                seen.add(texts[0])
+                (self.held_out if is_held_out(texts[0]) else self.train).extend(texts)
+        if not self.train:
+            raise DataError(f"{where}: no training document in it")
+
+    def _documents(self, where: str) -> Iterator[str | Messages]:
+        """Yield the stripped, non-empty documents of all files, and the chats of .jsonl files as messages."""
+        pattern, skipped = self.pattern, set[str]()
+        if pattern == STDLIB_GLOB:
+            pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
+        files = (path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file())
+        paths = [path for path in files if not skipped & set(path.parts)]
+        if not paths:
+            raise DataError(f"{where}: no file matches")
+        self.sources = [path.name for path in paths[:20]]
+        if len(paths) > 20:
+            self.sources.append(f"and {len(paths) - 20} more files")
+        for path in paths:
+            try:
+                content = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+            if path.suffix == ".jsonl":
+                lines = enumerate(content.split("\n"), start=1)
+                yield from (_row(line, f"{path}, line {number}") for number, line in lines if line.strip())
+            else:
+                yield from (part.strip() for part in content.split(END_OF_TEXT) if part.strip())
 
 
-def parse_spec(line: str) -> DataSpec:
-    """Parse `NAME=GLOB[:WEIGHT]`; the weight defaults to 1. Raises DataError that names the line."""
-    name, _, rest = line.partition("=")
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not rest:
-        raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
-    pattern, colon, last = rest.rpartition(":")
-    if not colon or rest == STDLIB_GLOB:
-        return DataSpec(name, rest, 1.0)
-    try:
-        weight = float(last)
-    except ValueError:
-        raise DataError(f"{line!r}: WEIGHT must be a number, not {last!r}") from None
-    if not 0 < weight < float("inf"):
-        raise DataError(f"{line!r}: WEIGHT must be positive, not {last}")
-    return DataSpec(name, pattern, weight)
+def parse_corpora(lines: Iterable[str]) -> list[Corpus]:
+    """Parse `NAME=GLOB[:WEIGHT]` lines, unread; the weight defaults to 1. Raises DataError that names the line."""
+    corpora: dict[str, Corpus] = {}
+    for line in lines:
+        name, _, pattern = line.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not pattern:
+            raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
+        weight = "1"
+        if ":" in pattern and pattern != STDLIB_GLOB:
+            pattern, _, weight = pattern.rpartition(":")
+        if name in corpora:
+            raise DataError(f"{line!r}: {name} is the name of another line")
+        try:
+            corpora[name] = Corpus(name, pattern, float(weight))
+        except ValueError:
+            raise DataError(f"{line!r}: WEIGHT must be a number, not {weight!r}") from None
+        if not 0 < corpora[name].weight < float("inf"):
+            raise DataError(f"{line!r}: WEIGHT must be positive, not {weight}")
+    return list(corpora.values())
 
 
-def parse_specs(lines: list[str]) -> list[DataSpec]:
-    """Parse all `--data` lines; names must be distinct and there must be at least one."""
-    specs = {spec.name: spec for spec in map(parse_spec, lines)}
-    if not specs or len(specs) < len(lines):
-        raise DataError("at least one NAME=GLOB[:WEIGHT] is needed, and each NAME once")
-    return list(specs.values())
+def read_corpora(lines: Iterable[str], render: Callable[[Messages], str] | None = None) -> list[Corpus]:
+    """Parse the lines and read what they name. Raises DataError."""
+    corpora = parse_corpora(lines)
+    for corpus in corpora:
+        corpus.read(render)
+    return corpora
 
 
 def is_held_out(text: str) -> bool:
     """Tell whether a document is in the twentieth of all that no model of this project is trained on."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
-
-
-def load_corpus(spec: DataSpec, render: Callable[[Messages], str] | None = None) -> Corpus:
-    """Read and split one domain. `render` gives a chat up to an answer in the target's template.
-
-    A chat is a prompt for each turn of its user; all of them are held out or none. Raises DataError for no files, an
-    unreadable one, a bad row, chats where there is no template, and chats beside texts.
-    """
-    corpus, where = Corpus(spec.name, spec.weight), f"{spec.name}={spec.pattern}"
-    seen: set[str] = set()
-    for document in _documents(spec, corpus.sources):
-        if isinstance(document, str):
-            texts = [document]
-        elif render is None:
-            raise DataError(f"{where}: chats teach heads, whose target has a template, and no targets")
-        else:
-            ends = [at for at, message in enumerate(document, start=1) if message["role"] == "user"]
-            try:
-                texts = [render(document[:end]) for end in ends]
-            except Exception as error:  # a template may raise anything
-                raise DataError(f"{where}: the target's chat template: {str(error).splitlines()[0]}") from error
-        if (of_prompts := document is not texts[0]) is not corpus.of_prompts and seen:
-            raise DataError(f"{where}: holds chats and texts; give each a line of its own")
-        corpus.of_prompts = of_prompts
-        if texts[0] not in seen:
-            seen.add(texts[0])
-            (corpus.held_out if is_held_out(texts[0]) else corpus.train).extend(texts)
-    if not corpus.train:
-        raise DataError(f"{where}: no training document in it")
-    return corpus
-
-
-def _documents(spec: DataSpec, sources: list[str]) -> Iterator[str | Messages]:
-    """Yield the stripped, non-empty documents of a domain's files, and the chats of .jsonl files as messages."""
-    pattern, skipped = spec.pattern, set[str]()
-    if pattern == STDLIB_GLOB:
-        pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
-    files = (path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file())
-    paths = [path for path in files if not skipped & set(path.parts)]
-    if not paths:
-        raise DataError(f"{spec.name}={spec.pattern}: no file matches")
-    sources.extend(path.name for path in paths[:20])
-    if len(paths) > 20:
-        sources.append(f"and {len(paths) - 20} more files")
-    for path in paths:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-        if path.suffix == ".jsonl":
-            lines = enumerate(content.split("\n"), start=1)
-            yield from (_row(line, f"{path}, line {number}") for number, line in lines if line.strip())
-        else:
-            yield from (part.strip() for part in content.split(END_OF_TEXT) if part.strip())
 
 
 def _row(line: str, where: str) -> str | Messages:

@@ -27,16 +27,14 @@ class Teacher:
     """(V,) draft id of each target id, -1 outside the draft vocabulary"""
 
     def __init__(self, read: Callable[[Tensor], Answer], output: Tensor, draft_ids: Tensor) -> None:
-        """`output` is the target's (V, hidden) layer, `draft_ids` the (D,) ascending ids of the draft vocabulary."""
-        self._read = read
+        """`read` gives the answers at (B, T) positions, `output` is the target's (V, hidden) layer, `draft_ids` are the
+        (D,) ascending ids of the draft vocabulary.
+        """
+        self.read = read
         self.draft_ids = draft_ids.to(output.device)
         self.draft_output = output[self.draft_ids].float()
         self.draft_number = torch.full((len(output),), -1, device=output.device)
         self.draft_number[self.draft_ids] = torch.arange(len(draft_ids), device=output.device)
-
-    def read(self, positions: Tensor) -> Answer:
-        """Return the answers at (B, T) positions."""
-        return self._read(positions)
 
     @torch.no_grad()
     def draft_log_probs(self, final: Tensor) -> Tensor:
@@ -173,12 +171,6 @@ class Targets:
     def inside(self, offset: int) -> Tensor:
         """Return for (n,) rows whether their text has a token that many places further than the next one."""
         return self.rows + offset + 2 < self.ids.shape[1]
-
-    def admit(self, valid: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Return those of the (B, n) valid rows that have a draft id to predict, and the m ids of the rows."""
-        gold = self.behind(offset)
-        admitted = valid & (gold >= 0)
-        return admitted, gold[admitted]
 
     def taught(self, admitted: Tensor, offset: int) -> Tensor:
         """Return the target's (m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
@@ -357,11 +349,12 @@ class HeadLoss:
             right = valid
             for at in range(states.shape[2]):
                 # Only rows that the mask admits are read: the others' logits would be thrown away.
-                admitted, gold = targets.admit(right, offset + at)
+                gold = targets.behind(offset + at)
+                admitted = right & (gold >= 0)
                 previous = targets.token(offset + at)[admitted]
                 logits, normed = model.read_behind(states[:, :, at][admitted], previous, at)
                 tried = int((right & targets.inside(offset + at)).sum())
-                slot = Slot(logits, normed, previous, gold, targets.taught(admitted, offset + at), tried)
+                slot = Slot(logits, normed, previous, gold[admitted], targets.taught(admitted, offset + at), tried)
                 yield slot
                 if masked:
                     right = admitted.clone()

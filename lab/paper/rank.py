@@ -19,15 +19,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, prune
 from coppice.stack.spec import StackSpec
 from coppice.training.answers import Answer, as_positions, write_answers
-from coppice.training.losses import (
-    Counts,
-    HeadLoss,
-    Student,
-    Teacher,
-    accepted_length,
-    alphas,
-    bucket_of,
-)
+from coppice.training.losses import Counts, HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.report import Report
@@ -133,16 +125,21 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
             layers = load_head("specblock", head.path, spec.target).config.feature_layers
             if layers not in read:
                 progress.say("the target answers")
-                read[layers] = answers(spec.target, prompts, new_tokens, layers)
-            texts, name = read[layers], {"head": head.name}
+                lengths = [len(prompt) + new_tokens for prompt in prompts]
+                engine = load_engine(spec.target, kv_tokens=sum(lengths) + 32 * len(lengths))
+                texts = write_answers(engine, prompts, lengths, layers=layers)
+                read[layers] = list(zip(texts, map(len, prompts), strict=True))
+            answers, name = read[layers], {"head": head.name}
             progress.say(f"{head.name} drafts along the answers")
-            accepted, confusion = accepted_along(head.path, spec.target, [text for text, _ in texts])
+            accepted, confusion = accepted_along(head.path, spec.target, [text for text, _ in answers])
             ranks += [name | {"bucket": at, **row} for at, row in zip(BUCKETS, rank_rows(confusion), strict=True)]
             shares = alphas(accepted)
             slots = len(shares) // BLOCKS
             places = {f"{at // slots + 1}.{at % slots + 1}": share for at, share in enumerate(shares)}
             chains.append(name | places | {"chain": accepted_length(accepted)})
-            for tree, gain in tree_gains(head.path, spec.target, texts, budget).items():
+            settings = DrafterSettings(kind="specblock", path=str(head.path), target=str(spec.target))
+            for tree, (widths, guided) in TREES.items():
+                gain = replay(BranchingHead(settings, widths, guided), answers, budget)
                 figures = {"tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
                 trees.append(name | {"tree": tree} | figures)
             progress.add()
@@ -152,21 +149,6 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
     report.add_figures("alpha", title, chains, dict.fromkeys(chains[0].keys() - {"head", "chain"}, ".3f"))
     title = f"trees of at most {budget} nodes along the target's greedy answers"
     report.add_figures("trees", title, trees, {"tau": ".3f", "nodes": ".1f"})
-
-
-def answers(
-    target: Path,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    layers: tuple[int, ...] = (),
-) -> list[tuple[Answer, int]]:
-    """The target's answers, in float32, with the features of `layers` (empty: the default ones), and each prompt's
-    length.
-    """
-    lengths = [len(prompt) + new_tokens for prompt in prompts]
-    engine = load_engine(target, kv_tokens=sum(lengths) + 32 * len(lengths))
-    texts = write_answers(engine, prompts, lengths, layers=layers)
-    return list(zip(texts, map(len, prompts), strict=True))
 
 
 @torch.no_grad()
@@ -199,11 +181,3 @@ def rank_rows(confusion: Tensor) -> list[dict[str, float]]:
         "f1": 2 * precision * recall / (precision + recall).clamp_min(1e-9),
     }
     return [{name: float(column[bucket]) for name, column in columns.items()} for bucket in range(len(BUCKETS))]
-
-
-def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:
-    """Each kind of tree along the same texts at the same budget of nodes."""
-    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
-    return {
-        name: replay(BranchingHead(settings, widths, guided), texts, budget) for name, (widths, guided) in TREES.items()
-    }

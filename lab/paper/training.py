@@ -7,30 +7,19 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coppice.training.answers import Answer
 from coppice.training.heads import FeatureHeadInTraining, TrainingConfig
-from coppice.training.losses import DECAY, LATER_ROWS, Targets, attend_by, walk
+from coppice.training.losses import DECAY, LATER_ROWS, Targets, anchored_visible, attend_by, walk
 from lab.paper.models import MedusaModel, ParallelSpecModel
-
-
-def groups_visible(rows: int, slots: int) -> Tensor:
-    """Return (N + N * K, N + N * K) bool: what a prefix's rows and the K mask tokens behind each of them see.
-
-    A mask sees the rows up to its own and its group up to itself, never another group (SpecBlock, appendix A.4).
-    """
-    prefix = torch.arange(rows)
-    row, slot = prefix.repeat_interleave(slots), torch.arange(slots).repeat(rows)
-    causal = torch.cat((prefix, row))[:, None] >= prefix
-    own = (row[:, None] == row) & (slot[:, None] >= slot)
-    return torch.cat((causal, torch.cat((own.new_zeros(rows, rows * slots), own))), dim=1)
 
 
 def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
     """Yield the (B, N, K, hidden) states of all slots behind every row of the answers, of a head that drafts at once.
 
-    The masks of all of ParallelSpec's rows share one forward.
+    The masks of all of ParallelSpec's rows share one forward, and see one another as SpecBlock's appendix A.4 has it.
     """
     model: MedusaModel | ParallelSpecModel = student.model
     features = answer.features[:, : len(targets.rows)]
@@ -42,9 +31,10 @@ def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, c
     texts, count, hidden = prefix.shape
     masks = model.mask_tokens.weight.repeat(texts, count, 1)
     positions = torch.cat((rows, (rows[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()))
-    attend = partial(attend_by, groups_visible(count, slots).to(rows.device))
+    causal = torch.ones(count, count, dtype=torch.bool, device=rows.device).tril()
+    seen = torch.cat((F.pad(causal, (0, count * slots)), anchored_visible(rows, count, slots, causal=True)))
     rope = model.rope(positions[None], prefix.dtype)
-    states = model(torch.cat((prefix, masks), dim=1), rope, [attend] * model.config.num_hidden_layers)
+    states = model(torch.cat((prefix, masks), dim=1), rope, [partial(attend_by, seen)] * model.config.num_hidden_layers)
     yield states[:, count:].view(texts, count, slots, hidden)
 
 

@@ -14,15 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from coppice.training.data import (
-    END_OF_TEXT,
-    Corpus,
-    Domain,
-    copy_tokenizer,
-    load_corpus,
-    load_tokenizer,
-    parse_specs,
-)
+from coppice.training.data import END_OF_TEXT, Corpus, Domain, copy_tokenizer, load_tokenizer, read_corpora
 from coppice.training.heads import SHARD_SIZE, HeadInTraining, RunOptions, build_llama
 from coppice.training.trainer import Recipe, Trainer
 
@@ -84,7 +76,7 @@ class Texts:
 
     def __init__(self, lines: list[str], folder: Path, sizes: Mapping[str, int]) -> None:
         """Train the tokenizer into `folder` unless it is there. Raises DataError."""
-        corpora = [load_corpus(spec) for spec in parse_specs(lines)]
+        corpora = read_corpora(lines)
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             texts = chain.from_iterable(_tokenizer_text(corpus) for corpus in corpora)

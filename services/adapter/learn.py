@@ -24,16 +24,7 @@ from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
 from coppice.machine import this_machine
 from coppice.training.answers import Answer
-from coppice.training.losses import (
-    DECAY,
-    LOSSES,
-    HeadLoss,
-    Student,
-    Teacher,
-    accepted_length,
-    measure,
-    soft_loss,
-)
+from coppice.training.losses import DECAY, LOSSES, HeadLoss, Student, Teacher, accepted_length, measure, soft_loss
 
 from .decide import Arm, Trained, passes_over
 

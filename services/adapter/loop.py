@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coppice import failpoints
 from coppice.adaptation.signals import Demand, QueryRecord, Sample
-from coppice.adaptation.weights import ROUTES, Routes, Weights, in_deployed, variant_name
+from coppice.adaptation.weights import ROUTES, Routes, Weights, variant_name
 from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
 from coppice.errors import InvalidField, StaleFence
@@ -204,14 +204,13 @@ class HeadLoop:
 
     async def _update(self, group: int, arm: Arm) -> None:
         """Train a variant on the texts of a group, and put it to use if the rule says so."""
-        rule, live = self._rule, self._live.tensors
+        rule, live, names = self._rule, self._live.tensors, self._replicas.checkpoint.tensors.keys()
         texts, held_out = self._groups.of(group)
         begin, variant = rule.variants(group)
         if not variant or not texts:
             return
         if rule.empties:
             self._groups.forget(group)
-        names = [name for name in live if in_deployed(name)]
         values = {name: live.get(variant_name(begin, name), live[name]) for name in names}
         self._doing = "training"
         try:

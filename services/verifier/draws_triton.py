@@ -69,7 +69,7 @@ def best_of_all(highest, table, bests, tokens, drawn, parts, N: tl.constexpr):
 def draw(
     logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor, *, columns: tuple[int, int, int]
 ) -> Tensor:
-    """What `coppice::keyed_argmax` answers. columns: the rows of the table that hold key, temperature and least."""
+    """What `device.keyed_argmax` answers. columns: the rows of the table that hold key, temperature and least."""
     count, vocab = table.shape[1], logits.shape[1]
     parts = triton.cdiv(vocab, PART)
     bests, drawn = table.new_empty(count, parts, dtype=torch.float64), table.new_empty(count)

@@ -11,29 +11,13 @@ from coppice.errors import InvalidField
 from coppice.limits import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
 
 NEUTRAL: dict[str, Any] = {
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "guidance_scale": 1,
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale"), 1),
     "token_healing": False,
-    "stop_strings": None,
-    "max_time": None,
-    "bad_words_ids": None,
-    "force_words_ids": None,
-    "constraints": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "watermarking_config": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
+    **dict.fromkeys(("stop_strings", "max_time", "bad_words_ids", "force_words_ids", "constraints"), None),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "penalty_alpha"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("watermarking_config", "dola_layers"), None),
 }
 """Fields that change the text of `generate(do_sample=False)` and are not served, and values that change nothing."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -24,7 +25,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coppice.client.client import Client
-from coppice.speculation.sampling import SamplingParams
 from coppice.stack.redis_server import find_server
 from coppice.testing.reference import Reference
 from tests.certificates import Authority
@@ -39,89 +39,78 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
 
 
+@dataclass
+class Release:
+    """The pods of values-one-gpu.yaml, each at an address of its own on this machine."""
+
+    models: Path
+    """the volume"""
+    addresses: dict[str, str]
+    variables: dict[str, dict[str, str]]
+    """each pod's environment; what a cluster with a GPU has and this machine has not is replaced"""
+    running: dict[str, Service]
+    reference: Reference
+
+    @property
+    def address(self) -> str:
+        """Where the Service that clients dial leads to."""
+        service = of_kind(objects("one-gpu"), "Service")["coppice"]["spec"]
+        selected = service["selector"]["app.kubernetes.io/component"]
+        (pod,) = [name for name in self.running if component(pods(objects("one-gpu"))[name]) == selected]
+        return f"{self.addresses[pod]}:{service['ports'][0]['port']}"
+
+    def value(self, pod: str, variable: dict[str, Any]) -> str:
+        """What a variable of a pod's container is here."""
+        value = self.addresses[pod] if "valueFrom" in variable else str(variable["value"])
+        for host, address in self.addresses.items():
+            value = value.replace(f"dns:{host}:", f"dns:{address}:")
+        value = value.replace("coppice:50051", f"{self.addresses['coppice-orchestrator']}:50051")
+        value = value.replace("/models/", f"{self.models}/")
+        return {"0.0.0.0": self.addresses[pod], "cuda": "cpu", "bfloat16": "float32"}.get(value, value)
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The volume: a tiny target and a random EAGLE-3 head of it."""
+def release(start_service: Callable[..., Service], tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """Every service's container as a process, over a tiny target and a random EAGLE-3 head of it."""
     folder = tmp_path_factory.mktemp("models")
     make_target(folder / "target", VOCAB, layers=8, max_len=1024)
     (folder / "eagle").mkdir()
     save_random(folder / "eagle", "eagle3", vocab_size=VOCAB, draft_vocab_size=200)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def addresses() -> dict[str, str]:
-    """An address on this machine for each pod."""
-    return {name: f"{NETWORK}.{number}" for number, name in enumerate(sorted(pods(objects("one-gpu"))), 1)}
-
-
-@pytest.fixture(scope="module")
-def variables(models: Path, addresses: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Each pod's environment; what a cluster with a GPU has and this machine has not is replaced."""
-
-    def here(pod: str, told: dict[str, Any]) -> str:
-        value = addresses[pod] if "valueFrom" in told else str(told["value"])
-        for host in addresses:
-            value = value.replace(f"dns:{host}:", f"dns:{addresses[host]}:")
-        value = value.replace("coppice:50051", f"{addresses['coppice-orchestrator']}:50051")
-        value = value.replace("/models/", f"{models}/")
-        return {"0.0.0.0": addresses[pod], "cuda": "cpu", "bfloat16": "float32"}.get(value, value)
-
-    return {
-        name: {told["name"]: here(name, told) for told in pod["spec"]["containers"][0].get("env", [])}
-        for name, pod in pods(objects("one-gpu")).items()
-    }
-
-
-@pytest.fixture(scope="module")
-def running(start_service: Callable[..., Service], variables: dict[str, dict[str, str]]) -> dict[str, Service]:
-    """Every service's container as a process; the orchestrator starts when there is a verifier."""
-    found = {name: pod for name, pod in pods(objects("one-gpu")).items() if component(pod) != "test"}
-    started = {}
-    for name in sorted(found, key=lambda name: ("verifier", "drafter", "orchestrator").index(component(found[name]))):
+    found = pods(objects("one-gpu"))
+    addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(sorted(found), 1)}
+    release = Release(folder, addresses, {}, {}, Reference(folder / "target", "float32", threads=1))
+    order = ("verifier", "drafter", "orchestrator", "test")  # an orchestrator starts when there is a verifier
+    for name in sorted(found, key=lambda name: order.index(component(found[name]))):
         (container,) = found[name]["spec"]["containers"]
-        python, option, module = container["command"]
-        assert (python, option, container.get("args")) == ("python", "-m", None)
-        started[name] = start_service(module, variables=variables[name])
-    return started
+        release.variables[name] = {each["name"]: release.value(name, each) for each in container.get("env", [])}
+        if component(found[name]) != "test":
+            python, option, module = container["command"]
+            assert (python, option, container.get("args")) == ("python", "-m", None)
+            release.running[name] = start_service(module, variables=release.variables[name])
+    return release
 
 
-@pytest.fixture(scope="module")
-def reference(models: Path) -> Reference:
-    return Reference(models / "target", "float32", threads=1)
-
-
-@pytest.fixture(scope="module")
-def address(running: dict[str, Service], addresses: dict[str, str]) -> str:
-    """Where the Service that clients dial leads to."""
-    service = of_kind(objects("one-gpu"), "Service")["coppice"]["spec"]
-    selected = service["selector"]["app.kubernetes.io/component"]
-    (pod,) = [name for name in running if component(pods(objects("one-gpu"))[name]) == selected]
-    return f"{addresses[pod]}:{service['ports'][0]['port']}"
-
-
-def test_a_generation_through_the_service_is_the_targets_own(address: str, reference: Reference) -> None:
-    with Client(address) as client:
-        prompt = (5, 9, 13, 5, 9)
+def test_a_generation_through_the_service_is_the_targets_own(release: Release) -> None:
+    reference, prompt = release.reference, (5, 9, 13, 5, 9)
+    with Client(release.address) as client:
         for policy in ("route", "merge", "single:eagle", "single:lookup"):
             answer = client.generate(prompt, policy=policy, max_new_tokens=NEW, ignore_eos=True)
             assert answer.ids == reference.greedy(prompt, NEW).ids
-            assert answer.heads or policy == "plain"
-        drawn = SamplingParams(temperature=1.0, seed=3)
-        told = {"sampling": drawn, "max_new_tokens": NEW, "ignore_eos": True}
-        plain = client.generate(prompt, policy="plain", **told)
-        assert client.generate(prompt, **told).ids == plain.ids
+            assert answer.heads
+        drawn: Any = {"temperature": 1.0, "seed": 3, "max_new_tokens": NEW, "ignore_eos": True}
+        assert client.generate(prompt, **drawn).ids == client.generate(prompt, policy="plain", **drawn).ids
         both = client.generate(prompt, policy="merge", budget=16, max_new_tokens=NEW, ignore_eos=True)
     assert set(both.heads) == {"eagle", "lookup"}
     assert sum(both.verified_nodes) > NEW, "an EAGLE-3 head drafts trees, from features that it fetched"
 
 
-def test_helm_test_passes(address: str, variables: dict[str, dict[str, str]], reference: Reference) -> None:
+def test_helm_test_passes(release: Release) -> None:
     (container,) = pods(objects("one-gpu"))["coppice-test"]["spec"]["containers"]
-    assert variables["coppice-test"]["COPPICE_ADDRESS"] == address
+    variables, reference = release.variables["coppice-test"], release.reference
+    assert variables["COPPICE_ADDRESS"] == release.address
     command = [str(Path(sys.executable).parent / container["command"][0]), *container["command"][1:]]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
-    run = subprocess.run(command, env=clean | variables["coppice-test"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, env=clean | variables, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout)
     assert answer["ids"]
@@ -130,18 +119,18 @@ def test_helm_test_passes(address: str, variables: dict[str, dict[str, str]], re
     )
 
 
-def test_the_probes_find_every_process(running: dict[str, Service], addresses: dict[str, str]) -> None:
-    for name in running:
+def test_the_probes_find_every_process(release: Release) -> None:
+    for name in release.running:
         (container,) = pods(objects("one-gpu"))[name]["spec"]["containers"]
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             if http := container[probe].get("httpGet"):
-                url = f"{http['scheme'].lower()}://{addresses[name]}:{ports[http['port']]}{http['path']}"
+                url = f"{http['scheme'].lower()}://{release.addresses[name]}:{ports[http['port']]}{http['path']}"
                 assert urlopen(url, timeout=10).status == 200
                 continue
             asked = container[probe]["grpc"]
             request = health_pb2.HealthCheckRequest(service=asked.get("service", ""))
-            with grpc.insecure_channel(f"{addresses[name]}:{asked['port']}") as channel:
+            with grpc.insecure_channel(f"{release.addresses[name]}:{asked['port']}") as channel:
                 assert health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status == SERVING
 
 

@@ -35,6 +35,8 @@ from tests.faults.inline import Pipeline, break_streams, lose_sessions, pipeline
 from tests.mutants import MUTANTS
 from tests.tiny import make_target
 from tests.unit import test_law, test_weights
+from tests.unit.test_feature_heads import HIDDEN
+from tests.unit.test_feature_heads import VOCAB as HEADS_VOCAB
 
 VOCAB, WINDOW, PROMPTS, NEW = 64, 24, 10, 36
 WAYS = {
@@ -92,7 +94,7 @@ class Rig:
 
     def weights(self) -> tuple[int, str]:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            target = make_target(Path(folder) / "target", test_weights.VOCAB, layers=8, hidden=test_weights.HIDDEN)
+            target = make_target(Path(folder) / "target", HEADS_VOCAB, layers=8, hidden=HIDDEN)
             try:
                 test_weights.test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
                     "specblock", "float32", target, Path(folder)

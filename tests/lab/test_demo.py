@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from coppice.client.client import Client
-from coppice.prompts.files import FilePrompt, demo_prompts
+from coppice.prompts import FilePrompt, demo_prompts
 from lab.demo import PROMPTS, stream_coloured
 from tests.fake_service import echo_server
 
 GREEN, RED = "\x1b[32m", "\x1b[31m"
 
 
-def _shown(terminal: bool) -> str:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_accepted_drafts_are_green_and_roots_red_and_the_text_is_counted(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None)
     with echo_server() as (address, _), Client(address) as client:
         stream_coloured(console, client, FilePrompt("abcde", "code"))
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_accepted_drafts_are_green_and_roots_red() -> None:
-    shown = _shown(terminal=True)
-    for sign, colour in zip("abcde", (RED, GREEN, RED, GREEN, RED), strict=True):
-        assert f"{colour}{sign}" in shown
-
-
-def test_without_colour_the_text_stands_alone_and_is_counted() -> None:
-    lines = _shown(terminal=False).splitlines()
-    assert lines[1:] == ["code: abcde", "abcde", "5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted"]
+    shown = console.file.getvalue()
+    if terminal:
+        assert all(sign in shown for sign in (f"{RED}a", f"{GREEN}b", f"{RED}c", f"{GREEN}d", f"{RED}e"))
+    else:
+        figures = "5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted"
+        assert shown.splitlines()[1:] == ["code: abcde", "abcde", figures]
 
 
 def test_the_demo_takes_one_prompt_of_each_category() -> None:

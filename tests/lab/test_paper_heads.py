@@ -9,22 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig
 
 from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Head, with_tree_shape
-from coppice.heads.checkpoints import read_output, read_target, save_head
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.head_contract import HeadContract
 from coppice.testing.reference import Reference
-from coppice.training.answers import Answer
-from coppice.training.heads import build_student, head_config
-from coppice.training.losses import HeadLoss, Student, Targets, Teacher, accepted_length, measure
-from lab.paper.heads import FalconHead, prior
+from coppice.training.losses import Targets
+from lab.paper.heads import prior
 from lab.paper.rank import BranchingHead
 from lab.paper.training import LOSSES, begin, slot_states
 from tests.tiny import make_target
@@ -40,12 +36,11 @@ from tests.unit.test_feature_heads import (
     attention,
     best,
     check_steps,
-    opened,
     save_random,
 )
-from tests.unit.test_feature_training import answer
+from tests.unit.test_feature_training import check_last_block, check_learning, trained_states
 from tests.unit.test_head_commands import head as trained
-from tests.unit.test_head_commands import place
+from tests.unit.test_head_commands import place, untrained
 
 __all__ = ["place"]
 
@@ -153,102 +148,49 @@ def test_other_trees_of_specblock_are_those_of_the_slow_reference(
     check_steps(BranchingHead(settings, **tree), SlowSpecBlock(folder, target, settings, **tree), sampling)
 
 
-def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path, tmp_path: Path) -> None:
-    text, shapes = Text.random(20, 1), []
-    for seed in range(2):
-        head = FalconHead(settings_of("falcon", save_random(tmp_path / str(seed), "falcon", seed), target))
-        opened(head, 0, text, 12)
-        (growth,) = [grown for part in head.draft([DraftJob(0, text.ids[12], 12, 31, GREEDY)]) for grown in part]
-        shapes.append(growth.nodes.parents.tolist())
-        assert growth.nodes.log_probs.tolist() != sorted(growth.nodes.log_probs.tolist(), reverse=True)
-    assert shapes[0] == shapes[1]
-    assert len(shapes[0]) == 31
-
-
-class Kept(HeadContract):
-    """The contract of heads, kept by a kind of the paper."""
+class TestTheirKinds(HeadContract):
+    """The contract of heads, kept by kinds of the paper."""
 
     vocab_size = VOCAB
-    settings: DrafterSettings
 
-    @pytest.fixture(autouse=True)
-    def told(self, target: Path, tmp_path: Path) -> None:
-        kind = type(self).__name__.removeprefix("Test").lower()
-        self.settings = settings_of(kind, save_random(tmp_path, kind), target)
+    @pytest.fixture(autouse=True, params=["parallelspec", "falcon"])
+    def of_a_kind(self, request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> None:
+        self.settings = settings_of(request.param, save_random(tmp_path, request.param), target)
 
     def make_head(self) -> Head:
         return build_head(self.settings)
-
-
-class TestParallelspec(Kept):
-    pass
-
-
-class TestFalcon(Kept):
-    pass
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
     folder = save_random(tmp_path, kind)
     slow = SLOW[kind](folder, target, settings_of(kind, folder, target))
-    teacher, ids = answer(target, slow.model)
-    states: list[Tensor] = []
-    slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
-    student = Student(slow.model, slow.embedding)
-    loss = HeadLoss(teacher, **LOSSES[kind] | ({"every": 1, "blocks": 3} if kind == "falcon" else {}))
-    assert loss(student, ids).item() > 0
-    of_training, read = list(states), teacher.read(ids)
-    text = Text(ids[0].tolist(), read.features[0])
+    changes = {"every": 1, "blocks": 3} if kind == "falcon" else {}
+    states, student, teacher, ids = trained_states(slow, target, LOSSES[kind] | changes)
+    read = teacher.read(ids)
+    text, targets = Text(ids[0].tolist(), read.features[0]), Targets.of(read, teacher)
     for row in (0, 3, 6):
-        job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
-        if kind != "falcon":
-            targets = Targets.of(read, teacher)
-            (at_once,) = slot_states(student, read, targets, targets.rows, ())
-            logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once[0, row])])
-            assert torch.allclose(logits, torch.stack(slow.slots_say(text, 0, job)), atol=1e-4)
+        if kind == "falcon":
+            check_last_block(states, slow, text, int(ids.sum()), row)
             continue
-        cuts = [1 + int(ids.sum() + 7919 * block) % slow.slots for block in range(len(of_training) - 1)]
-        blocks, depth = [], 0
-        for block, cut in enumerate(cuts):
-            depth += cut
-            blocks.append((of_training[block][0, row, cut - 1], text.ids[row + 1 + depth], depth, cut))
-        assert torch.allclose(of_training[-1][0, row], slow.states(text, 0, job, blocks), atol=1e-4)
+        job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
+        (at_once,) = slot_states(student, read, targets, targets.rows, ())
+        logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once[0, row])])
+        assert torch.allclose(logits, torch.stack(slow.slots_say(text, 0, job)), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
-    """Of texts that go round in a circle of 16 tokens, whose features say which one each is."""
-    parts, output = read_target(target), read_output(target)
-    codes = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
-    strong = F.normalize(output, dim=-1)
-    teacher = Teacher(lambda ids: Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16]), strong, torch.arange(VOCAB))
-    config = head_config(kind, AutoConfig.from_pretrained(target), parts, VOCAB)
-    student = build_student(config, parts.embedding, output, torch.arange(VOCAB), seed=0)
-    begin(student.model)
-    loss = HeadLoss(teacher, **LOSSES[kind] | {"every": 1})
-    texts = (torch.arange(20)[None] + torch.arange(0, 16, 2)[:, None]) % 16
-    untrained = accepted_length(measure(student, loss, list(texts)))
-    optimiser, losses = torch.optim.AdamW(student.parameters(), lr=5e-3), []
-    for _ in range(40):
-        optimiser.zero_grad()
-        losses.append(loss(student, texts))
-        losses[-1].backward()
-        optimiser.step()
-    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in student.parameters())
-    assert losses[-1] < 0.5 * losses[0]
-    assert untrained < 2 < 4 < accepted_length(measure(student, loss, list(texts)))
+    check_learning(kind, target, LOSSES[kind], begin)
 
 
 def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) -> None:
     """A stack of real processes with a head that `coppice train head` made, and two untrained: the target's texts."""
-    folder, parts, output = trained(place, "parallelspec"), read_target(place / "target"), read_output(place / "target")
+    folder = trained(place, "parallelspec")
     assert "--kind parallelspec" in (folder / "README.md").read_text()
     heads = [HeadSpec("parallelspec", "parallelspec", folder)]
     for kind in ("medusa", "falcon"):
-        config = head_config(kind, AutoConfig.from_pretrained(place / "target"), parts, parts.vocab_size)
-        student = build_student(config, parts.embedding, output, torch.arange(parts.vocab_size), seed=0)
-        save_head(tmp_path / kind, student.model, config)
+        untrained(kind, place / "target", tmp_path / kind)
         heads.append(HeadSpec(kind, kind, tmp_path / kind))
     patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
     threads: dict[str, Any] = {"verifier_threads": 1, "drafter_threads": 1, "extra": patient}

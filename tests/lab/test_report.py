@@ -17,7 +17,7 @@ from rich.console import Console
 
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
-from coppice.prompts.files import read_prompts
+from coppice.prompts import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, Reference, TargetText, judge_token

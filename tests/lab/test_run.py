@@ -18,7 +18,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
-from lab.cli import app, with_heads
+from lab.cli import app
 from lab.measuring import Bench
 from lab.options import Options
 from lab.questions import Question, benchmark_names
@@ -83,10 +83,6 @@ def test_what_nobody_can_run_is_refused_before_a_start(
 
 def test_options_choose_the_heads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
-    assert [head.name for head in with_heads(options, ("lm", "eagle3")).heads] == ["s"]
-    with pytest.raises(InvalidField, match="none is of kind specblock"):
-        with_heads(options, ("specblock",))
     assert [head.name for head in Options().spec(["lookup"]).heads] == ["lookup"]
     assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
     assert Options(methods=["route:eagle3-code/lookup", "plain"]).shipped_heads() == ["eagle3-code", "lookup"]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from coppice.cli import main
 from coppice.errors import InvalidField
 from lab import synthetic
+from lab.options import Options
 from lab.synthetic import NOTE, PROFILES, BareTimes, Plan, expected_lines, expected_tau, read_profile, read_shape
 
 KINDS = ("eagle3", "specblock")
@@ -52,7 +53,7 @@ def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: 
 
 def test_expected_figures_follow_from_times_and_profile() -> None:
     spec: Any = SimpleNamespace(heads=[SimpleNamespace(name=kind) for kind in KINDS])
-    plan = Plan(spec, (1, 4), 8, {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
+    plan = Plan(Options(budget=8), spec, (1, 4), {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
     drafts = {(count, "eagle3"): (8.0, 9.0) for count in (1, 4)}
     drafts |= {(count, "specblock"): (3.0, 5.0) for count in (1, 4)}
     times = BareTimes({(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}, drafts)

@@ -36,10 +36,10 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
 RATCHET = {
-    "Python outside tests": 31_772,
-    "of it lab": 3_909,
-    "files outside tests": 170,
-    "Python of tests": 30_448,
+    "Python outside tests": 31_129,
+    "of it lab": 3_845,
+    "files outside tests": 168,
+    "Python of tests": 29_996,
     "words of docs": 24_633,
     "settings": 69,
     "MB of tracked files": 61,

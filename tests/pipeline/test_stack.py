@@ -128,12 +128,6 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(
     assert not [name for name in names if "adaptation.redis" in flags[name] or "secret" in str(flags[name])]
 
 
-@pytest.mark.parametrize("name", ["verifiers", "replicas", "orchestrators"])
-def test_a_stack_has_at_least_one_of_everything(target: Path, name: str) -> None:
-    with pytest.raises(InvalidField, match=name):
-        StackSpec(target=target, **{name: 0})
-
-
 SPECS: list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = [
     ({}, {}, {"verifier.dtype": "float32", "drafter.dtype": "float32", "verifier.threads": usable_cores()}),
     ({}, {}, {"orchestrator.budget": 31, "server.port": 0}),
@@ -166,13 +160,16 @@ def test_settings_come_from_the_spec_then_variables_then_the_machine(
     assert {name: settings[section][field] for name, (section, _, field) in places.items()} == expected
 
 
-def test_a_head_is_name_kind_and_folder() -> None:
+def test_a_head_is_name_kind_and_folder_and_there_is_one_of_everything_else(target: Path) -> None:
     for text, head in {"a=bigram": HeadSpec("a", "bigram"), "b=lm:/x:y": HeadSpec("b", "lm", Path("/x:y"))}.items():
         assert HeadSpec.parse(text) == head
         assert str(head) == text
     for text in ("bigram", "a=magic", "a="):
         with pytest.raises(InvalidField):
             HeadSpec.parse(text)
+    for name in ("verifiers", "replicas", "orchestrators"):
+        with pytest.raises(InvalidField, match=name):
+            StackSpec(target=target, **{name: 0})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from coppice.client.client import Client
-from coppice.prompts.files import demo_prompts
+from coppice.prompts import demo_prompts
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference

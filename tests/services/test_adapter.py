@@ -33,9 +33,8 @@ from services.adapter.push import DrafterLink
 from tests.processes import Service
 from tests.services.test_signal_stream import redis
 from tests.signals import eventually
-from tests.tiny import make_target
 from tests.unit.test_cli import Run, run
-from tests.unit.test_feature_heads import HIDDEN, VOCAB, build, save_random
+from tests.unit.test_feature_heads import HIDDEN, build, save_random
 
 __all__ = ["redis", "run"]  # the fixtures
 
@@ -48,11 +47,6 @@ StartService = Callable[..., Service]
 Claim = Callable[[pb.HeadStatus], bool]
 Feed = Callable[[pb.HeadStatus], None]
 numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +160,7 @@ def replicas_shown(adapter: Service) -> list[str]:
     return [sample.labels["replica"] for sample in scrape(adapter.metrics) if sample.name == name]
 
 
-def test_what_is_learnt_reaches_a_drafter_and_operators_see_it_and_take_it_back(
-    bench: Bench,
-    run: Run,
-) -> None:
+def test_what_is_learnt_reaches_a_drafter_and_operators_see_it_and_take_it_back(bench: Bench, run: Run) -> None:
     bench.drafter()
     adapter = bench.adapter()
 
@@ -208,7 +199,7 @@ def test_what_is_learnt_reaches_a_drafter_and_operators_see_it_and_take_it_back(
     assert command("status")[0] == 3
 
 
-def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> None:
+def test_redis_may_die_and_be_flushed(bench: Bench) -> None:
     bench.drafter()
     adapter = bench.adapter(*ALWAYS)
     version = bench.until(adapter, lambda status: status.version >= 1, bench.answer).version
@@ -220,11 +211,6 @@ def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> No
     bench.redis.stop()
     bench.redis.start()
     bench.until(adapter, lambda status: status.version > version, bench.answer)
-    # Senders number what they send: 1 was read, 2 to 9 were trimmed before they could be.
-    record = QueryRecord("n", 9.0, 2.0, 40, 20, 50.0, (version, version))
-    for number in (1, 10):
-        bench.add("queries", query_to_fields(record) | {b"by": b"sender", b"n": str(number).encode()})
-    assert eventually(lambda: count(adapter, "records_lost") == 8)
     assert adapter.stop() == 0
 
 
@@ -248,7 +234,8 @@ def test_an_adapter_that_is_killed_at_any_moment_reads_every_query_once_and_take
     adapter = bench.adapter(*ALWAYS)
     bench.query()
     sent += 1
-    bench.until(adapter, lambda now: current(now) and now.events > 0)
+    bench.until(adapter, current)
+    bench.until(adapter, lambda now: now.events > 0, bench.answer)  # the kills may have come before any was saved
 
 
 def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:

@@ -22,19 +22,13 @@ from coppice.heads.tree import Ranking
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.drafter import Advance
 from tests.pretend import DEVICE, Counts, move, pretending
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, drafted, opened, save_random
+from tests.unit.test_feature_heads import Text, assert_same, drafted, opened, save_random
 
 LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
 SAMPLINGS = {"greedy": [GREEDY], "mixed": [GREEDY, SAMPLED]}
 COPIES = {"specblock": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
 """of a draft, to the device and back: one of each for every forward; the places of noise are one more"""
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
@@ -55,7 +49,10 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
             if getattr(part, "frozen", None) is not None:
                 part.frozen = part.frozen.to(DEVICE)
         shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
-        head.pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
+        head.pool, head.device = (
+            KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE),
+            torch.device(DEVICE),
+        )
         head.embedding = head.embedding.to(DEVICE)
         head.ranking = Ranking(head.ranking.target_ids.to(DEVICE))
         head.timed = Clock(DEVICE)

@@ -72,14 +72,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.25, bos_token_id=1,
         eos_token_id=2,
     ),
-}  # fmt: skip
-# Classes that do not hand keyword arguments, or their window, to their attention.
-TACITURN: dict[str, Callable[[], PreTrainedConfig]] = {
+    # They do not hand keyword arguments, or their window, to their attention.
     "stablelm": lambda: StableLmConfig(**_SMALL),
     "phimoe": lambda: PhimoeConfig(**_SMALL, num_local_experts=4, sliding_window=7),
-}
-# Classes with attention of another form: sinks and windows; keys wider than values; a result that is viewed.
-FORMS: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Attention of another form: sinks and windows; keys wider than values; a result that is viewed.
     "gpt-oss": lambda: GptOssConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
     "deepseek-v3": lambda: DeepseekV3Config(
         **{**_SMALL, "num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4,
@@ -91,7 +87,6 @@ FORMS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_dense_layers=1, sliding_window=7, global_attn_every_n_layers=3,
     ),
 }  # fmt: skip
-MODELS = (*CONFIGS, *TACITURN, *FORMS)
 BACKENDS = ("sdpa", "ordered", "steps")
 
 
@@ -100,7 +95,7 @@ def model_of(name: str) -> PreTrainedModel:
     """The reference: stock attention, never given to an engine."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config((CONFIGS | TACITURN | FORMS)[name]())
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -173,7 +168,7 @@ def check_rows(logits: Tensor, name: str, texts: list[list[int]]) -> None:
     assert_same(logits, torch.stack([plain_logits(name, text)[-1] for text in texts]))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_say_what_plain_forwards_of_their_texts_say(backend: str, name: str, kernel_rules: None) -> None:
     """Sessions of several lengths, some in scattered blocks: trees, chains longer than windows and plain steps, alone
@@ -315,7 +310,7 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     assert (info.vocab_size, info.max_context, info.layers, info.hidden_size) == (VOCAB, 256, 3, 32)
     assert (info.eos_ids, info.dtype, engine.pool.free_tokens) == ((2, 5), "float32", 128)
     assert set(engine.timings([1, 4], sessions=2, context=10, repeats=2)) == {1, 4}
-    assert engine.pool.used_blocks == 0
+    assert engine.pool.free_tokens == engine.pool.spare
     assert load_engine(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
     with pytest.raises(ValueError, match="int8"):
         load_engine(tmp_path, kv_tokens=100, dtype="int8")
@@ -364,14 +359,14 @@ def test_accounting_is_exact_and_returns_to_zero(pool: KVPool) -> None:
             pass
         check_pool(pool)
         assert pool.used_tokens == sum(table.num_tokens for table in tables.values())
-        assert pool.used_blocks == sum(len(table.blocks) for table in tables.values()), step
+        assert pool.spare - pool.free_tokens == 8 * sum(len(table.blocks) for table in tables.values()), step
     with pytest.raises(ValueError, match="already"):
         pool.allocate(next(iter(tables)), 10)
     for table in tables.values():
         pool.free(table)
     with pytest.raises(ValueError, match="no such"):
         pool.free(table)
-    assert (pool.used_tokens, pool.used_blocks, pool.free_tokens) == (0, 0, 512)
+    assert (pool.used_tokens, pool.free_tokens) == (0, 512)
 
 
 def test_out_of_blocks_changes_nothing(pool: KVPool) -> None:
@@ -381,7 +376,7 @@ def test_out_of_blocks_changes_nothing(pool: KVPool) -> None:
         pool.allocate("b", 65 * 8)
     with pytest.raises(OutOfBlocks):
         pool.extend(table, 513)
-    assert (table.blocks.tolist(), table.num_tokens, pool.used_blocks) == (blocks, 500, 63)
+    assert (table.blocks.tolist(), table.num_tokens, pool.free_tokens) == (blocks, 500, 8)
     pool.allocate("b", 8)
     check_pool(pool)
 

@@ -13,14 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM, T5Config
 
 from coppice.engine.attention import UnsupportedModel, read_layout
 from coppice.engine.engine import Engine, default_feature_layers, fingerprint

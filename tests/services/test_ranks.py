@@ -131,14 +131,19 @@ def test_ranks_that_cannot_share_the_key_heads_are_refused_in_a_line(target: Pat
     assert said == "verifier.ranks: 3 ranks cannot share the model's 2 KV heads evenly"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two devices")
-def test_more_ranks_than_cuda_devices_are_refused_in_a_line(target: Path, tmp_path: Path) -> None:
-    said = refusal(target, tmp_path, "--verifier.device", "cuda")
-    assert said == f"verifier.ranks: 2 ranks take a CUDA device each, and torch finds {torch.cuda.device_count()}"
-
-
 def settings(target: Path, **more: Any) -> VerifierSettings:
     return VerifierSettings(**{"target": str(target), "ranks": 2, "kv_tokens": 4096, **more})
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two devices")
+def test_what_this_machine_has_not_is_refused_in_a_line(target: Path) -> None:
+    found = torch.cuda.device_count()
+    for more, reason in (
+        ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {found}$"),
+        ({"ranks": 1, "kv_tokens": 10**12}, "^target: 1 x .0.0 GiB of weights .* memory on cpu; a lower verifier.kv_t"),
+    ):
+        with pytest.raises(InvalidField, match=reason):
+            check_devices(settings(target, **more))
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
@@ -206,9 +211,3 @@ def test_kv_that_nobody_sizes_fits_the_device(tmp_path: Path, monkeypatch: pytes
     told = VerifierSettings(target=str(llama_8b(tmp_path)), device="cuda", dtype="bfloat16")
     assert check_devices(told).kv_tokens == 16_384  # half of what a forward leaves, and there are no weights
     assert check_devices(told.model_copy(update={"kv_tokens": 32_000})).kv_tokens == 32_000
-
-
-def test_the_hosts_memory_is_asked_for_the_cpu(target: Path, tmp_path: Path) -> None:
-    said = refusal(target, tmp_path, "--verifier.ranks", "1", "--verifier.kv_tokens", str(10**12))
-    assert said.startswith("target: 1 x (0.0 GiB of weights + ")
-    assert "of memory on cpu; a lower verifier.kv_tokens" in said

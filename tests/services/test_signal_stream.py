@@ -274,11 +274,13 @@ async def inbox_of(redis: LocalRedis, *readers: Reader) -> AsyncIterator[Collect
     await asyncio.wait([reading])
 
 
-def add(redis: LocalRedis, numbers: range, key: str = "coppice:a:queries", at_ms: int = 0) -> list[str]:
+def add(
+    redis: LocalRedis, numbers: range, key: str = "coppice:a:queries", at_ms: int = 0, client: Any = None
+) -> list[str]:
     """Put a sender's numbered records into a stream, with ids of a time or of now; returns their sessions."""
     for number in numbers:
         fields: Any = query_to_fields(replace(RECORD, session=f"s{number}")) | {SENDER: b"sender", NUMBER: str(number)}
-        client_of(redis).xadd(key, fields, id=f"{at_ms}-{number}" if at_ms else "*")
+        (client or client_of(redis)).xadd(key, fields, id=f"{at_ms}-{number}" if at_ms else "*")
     return [f"s{number}" for number in numbers]
 
 
@@ -323,9 +325,7 @@ async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_
         assert await holds(lambda: reader.state.positions["queries"].startswith(str(2**64 - 1)))
         pipe = client.pipeline()  # at once, as a fail-over to a replica that was behind
         pipe.delete("coppice:a:queries")
-        for number in range(4, 9):
-            fields: Any = query_to_fields(replace(RECORD, session=f"s{number}"))
-            pipe.xadd("coppice:a:queries", fields | {SENDER: b"sender", NUMBER: str(number)}, id=f"{hour_ago}-{number}")
+        add(redis, range(4, 9), at_ms=hour_ago, client=pipe)
         pipe.execute()
         await reader.until(8)
         add(redis, range(11, 12), at_ms=hour_ago + 1)

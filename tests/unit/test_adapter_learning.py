@@ -19,8 +19,7 @@ from coppice.training.losses import Targets
 from services.adapter.decide import UPDATES, Arm
 from services.adapter.learn import Interrupted, Learner, Pace
 from services.adapter.state import VERSIONS, Versions
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
+from tests.unit.test_feature_heads import VOCAB, save_random
 
 KINDS = ("specblock", "eagle3", "dspark")
 HEADS_OWN = {
@@ -31,11 +30,6 @@ HEADS_OWN = {
         *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 @pytest.fixture(scope="module")

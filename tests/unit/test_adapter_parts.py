@@ -16,20 +16,11 @@ from tests.unit.test_records import sample
 
 STATUS = pb.HeadStatus(
     head="a",
-    policy="paper",
     paused=True,
-    doing="idle",
     version=3,
     weights_hash=bytes(range(32)),
-    good_version=2,
-    queries=5,
-    events=2,
-    reverts=1,
     actions=[pb.ActionStatus(action="head"), pb.ActionStatus(action="full", value=0.0, updates=2)],
-    replicas=[
-        pb.ReplicaStatus(address="x:1", reachable=True, current=True),
-        pb.ReplicaStatus(address="x:2"),
-    ],
+    replicas=[pb.ReplicaStatus(address="x:1", reachable=True, current=True), pb.ReplicaStatus(address="x:2")],
     kinds=[pb.KindStatus(kind=1, queries=40, tau=1.8, variant=2, share=0.5, gain=0.25, error=0.125, measured=9)],
     versions=[pb.VersionStatus(version=0, queries=3, tau=1.5), pb.VersionStatus(version=3, queries=2, tau=2.5)],
     history=[pb.QueryPoint(query=1, tau=2.0, action="skip"), pb.QueryPoint(query=2, tau=2.5, version=0, action="full")],
@@ -93,16 +84,7 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     adapter_command.show(STATUS, console)
     text = console.export_text()
-    for word in (
-        "paused",
-        "not measured",
-        "+0.000",
-        "as wanted",
-        "does not answer",
-        "loss 2 to 1",
-        "2.50",
-        "+25.0% ± 12.5%",
-    ):
+    for word in ("paused", "not measured", "does not answer", "loss 2 to 1", "+25.0% ± 12.5%"):
         assert word in text
     shown = plain(STATUS)
     assert (shown["weights_hash"], shown["history"][0]["version"]) == (STATUS.weights_hash.hex(), None)

@@ -149,32 +149,3 @@ def test_a_session_without_a_past_is_waited_for_and_one_that_closed_or_was_left_
     rejoin.answered(["new"], 1.4)
     assert rejoin.missing({"old"}, 1.5)
     assert not rejoin.missing({"new"}, 1.5)  # "old" was not in the last batch
-
-
-def _batches(away: dict[str, list[float]], batch_s: float, begin: dict[str, float]) -> list[set[str]]:
-    """Whom batches held, one for each time away; a batch's time does not depend on its size."""
-    rejoin, coming, now = Rejoin(), dict(begin), 0.0
-    batches: list[set[str]] = []
-    for times in zip(*away.values(), strict=True):
-        now = max(now, min(coming.values()))
-        latest = now + batch_s
-        here: set[str] = set()
-        while True:
-            for key in sorted(key for key in coming.keys() - here if coming[key] <= now):
-                here.add(key)
-                rejoin.came(key, coming[key])
-            if now == latest or not rejoin.missing(here, latest):
-                break
-            now = min(latest, *(coming[key] for key in coming.keys() - here))
-        now += batch_s
-        rejoin.answered(here, now)
-        coming |= {key: now + took for key, took in zip(away, times, strict=True) if key in here}
-        batches.append(here)
-    return batches
-
-
-def test_sessions_in_two_groups_find_together_though_their_times_away_vary() -> None:
-    away = {"a": [0.009, 0.013] * 6, "b": [0.013, 0.009] * 6, "c": [0.009, 0.009, 0.013] * 4}
-    batches = _batches(away, 0.014, {"a": 0.0, "b": 0.090, "c": 0.091})
-    assert batches[0] == {"a"}
-    assert batches[-1] == batches[-2] == {"a", "b", "c"}

@@ -67,14 +67,6 @@ def linear(fixed: float, per_row: float) -> CostCurve:
     return CostCurve({rows: fixed + per_row * rows for rows in (1, 16, 256)})
 
 
-def test_free_rows_take_every_node_and_dear_ones_none() -> None:
-    scores = [np.log([0.9, 0.5, 0.01]), np.log([0.3])]
-    assert share(scores, 2, 2.0, linear(0.01, 0.0)) == [3, 1]
-    assert share(scores, 2, 2.0, linear(0.0, 0.01)) == [0, 0]
-    assert share(scores, 2, 2.0, linear(0.02, 0.01)) == [1, 0]  # 50, 58, 56.7 tokens a second with 0, 1, 2 nodes
-    assert share([], 4, 4.0, linear(0.0, 0.01)) == []
-
-
 def test_a_curve_meets_its_points_never_falls_and_goes_on_behind_them() -> None:
     curve = CostCurve({1: 0.010, 4: 0.009, 16: 0.014, 32: 0.022})
     assert curve([1, 4, 16, 32]) == pytest.approx([0.010, 0.010, 0.014, 0.022])

@@ -134,22 +134,18 @@ def test_up_warns_of_a_head_that_does_not_pay(tmp_path: Path, run: Run) -> None:
 
 def test_errors_have_their_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--version") == (0, f"coppice {coppice.__version__}\n", "")
-    for kind in (errors.NotFound, errors.Unauthenticated, errors.PermissionDenied):
-        assert exit_code(kind()) == 2
-    for kind in (errors.Unavailable, errors.DeadlineExceeded):
-        assert exit_code(kind()) == 3
-    codes = [
-        exit_code(errors.InvalidField("a", "b")),
-        exit_code(errors.Overloaded("a")),
-        exit_code(errors.InternalError()),
-    ]
-    assert codes == [2, 3, 1]
+    for code, kinds in {
+        2: (errors.NotFound, errors.Unauthenticated, errors.PermissionDenied),
+        3: (errors.Unavailable, errors.DeadlineExceeded, errors.Overloaded),
+        1: (errors.InternalError,),
+    }.items():
+        assert {exit_code(kind("a")) for kind in kinds} == {code}
+    assert exit_code(errors.InvalidField("a", "b")) == 2
     start = "start one with `coppice up`, or name yours with --address"
-    for words in (("generate", "hi"), ("adapter", "status"), ("chat",)):
-        refusal = f"coppice: no server answers at 127.0.0.1:1; {start}\n"
-        assert run(*words, "--address", "127.0.0.1:1") == (3, "", refusal)
-    code, _, err = run("generate", "hi", "--address", "nobody.invalid:1")
-    assert (code, err) == (3, f"coppice: no server answers at nobody.invalid:1; {start}\n")
+    for line in ("generate hi 127.0.0.1:1", "adapter status 127.0.0.1:1", "chat 127.0.0.1:1", "chat nobody.invalid:1"):
+        *words, address = line.split()
+        refusal = f"coppice: no server answers at {address}; {start}\n"
+        assert run(*words, "--address", address) == (3, "", refusal)
 
     def missing(name: str) -> object:
         raise ModuleNotFoundError(f"No module named 'torch' for {name}", name="torch")

@@ -36,7 +36,7 @@ def variable_of(name: str) -> str:
 
 def in_file(file: Path, text: str) -> list[str]:
     """The arguments that name a YAML file of this text."""
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     return ["--config", str(file)]
 
 
@@ -123,6 +123,7 @@ ARGUMENTS: list[tuple[Any, str, str]] = [
     ("verifer: {threads: 1}", "verifer", r"did you mean verifier\?"),
     ("threads: 1", "threads", "no such setting"),
     ("a: [", "config", "is no YAML"),
+    ("a: \xff", "config", "is no YAML"),
     ("- 1", "config", "not a mapping"),
     ("verifier: 3", "verifier", "dictionary"),
     (["--config", "/no/such.yaml"], "config", "no such file"),
@@ -140,19 +141,13 @@ def test_a_file_or_a_flag_that_cannot_be_read_is_named(told: Any, field: str, re
     assert re.search(reason, str(refused.value))
 
 
-def test_every_setting_says_what_it_is_and_cannot_be_changed_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_setting_says_what_it_is_and_cannot_be_changed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings([])
     for section in Settings.model_fields:
         part = getattr(settings, section)
         assert isinstance(part, BaseModel)
         assert (part.model_config["frozen"], part.model_config["extra"]) == (True, "forbid")
         assert [name for name, field in type(part).model_fields.items() if not field.description] == []
-    (tmp_path / "c.yaml").write_bytes(b"\xff")
-    with pytest.raises(InvalidField, match="is no YAML"):
-        load_settings(["--config", str(tmp_path / "c.yaml")])
-    monkeypatch.setenv("COPPICE_CONFIG", "")
     monkeypatch.setenv("COPPICE_ADRESS", "1")
     with pytest.raises(InvalidField, match="did you mean COPPICE_ADDRESS"):
         load_settings([])

@@ -28,7 +28,6 @@ from coppice.speculation.sampling import SamplingParams, noise
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
-from tests.tiny import make_target
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 96, 48, 32
 SIZES = {
@@ -42,11 +41,6 @@ SIZES = {
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=7)
 Tokens = tuple[int, ...]
 """a path of a tree"""
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
@@ -119,10 +113,7 @@ def best(tree: dict[Tokens, float], budget: int) -> dict[Tokens, float]:
 
 def assert_same(served: dict[Tokens, float], slow: dict[Tokens, float], budget: int) -> None:
     """The `budget` likeliest nodes agree (the receiver prunes; equal scores do not occur with random weights)."""
-    kept, wanted = best(served, budget), best(slow, budget)
-    assert kept.keys() == wanted.keys()
-    for path, score in wanted.items():
-        assert kept[path] == pytest.approx(score, abs=2e-3)
+    assert best(served, budget) == pytest.approx(best(slow, budget), abs=2e-3)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -369,11 +360,7 @@ VARIANTS = [
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
     ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"top_k": 10, "depth": 7}),
     ("dflash", {"block_size": 5}, {}),
-    (
-        "dflash",
-        {"sample_from_anchor": True, "num_hidden_layers": 3, "draft_vocab_size": VOCAB},
-        {"depth": 3},
-    ),
+    ("dflash", {"sample_from_anchor": True, "num_hidden_layers": 3, "draft_vocab_size": VOCAB}, {"depth": 3}),
     ("jetspec", {"qk_norm": False}, {}),
     ("dspark", {}, {"top_k": DRAFT_VOCAB + 2, "depth": 2}),
     ("dspark", {"markov_rank": 8, "block_size": 4, "causal": True, "confidence": False}, {"top_k": 12}),
@@ -413,7 +400,7 @@ def check_steps(head: FeatureHead, slow: Any, sampling: SamplingParams) -> None:
             lengths[key] = new
     for key in range(3):
         head.close(key)
-    assert head.pool.used_blocks == 0
+    assert head.pool.free_tokens == head.pool.spare
     check_pool(head.pool)
 
 
@@ -424,7 +411,7 @@ def test_warming_up_leaves_nothing_behind(kind: str, kv_tokens: int, target: Pat
     head = served_head(DrafterSettings(kind=kind, path=str(folder), target=str(target), kv_tokens=kv_tokens))
     assert isinstance(head, FeatureHead)
     assert head.forward_ns > 0 or kv_tokens == 8
-    assert head.pool.used_blocks == 0
+    assert head.pool.free_tokens == head.pool.spare
     check_pool(head.pool)
 
 

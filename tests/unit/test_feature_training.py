@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
-from coppice.training.answers import Answer, AnswerPlan, record_answers
+from coppice.training.answers import Answer, AnswerPlan, TargetAnswers, record_answers
 from coppice.training.data import DataError, is_held_out
 from coppice.training.heads import build_student, head_config
 from coppice.training.losses import (
@@ -49,6 +50,8 @@ from tests.unit.test_feature_heads import (
 
 WHOLE = LOSSES["specblock"] | {"every": 1}
 """with later blocks behind every row"""
+Lesson = tuple[Student, Teacher, torch.Tensor]
+"""a student, its teacher, and the positions of some texts"""
 
 
 @pytest.mark.parametrize("relaxed", [False, True])
@@ -72,12 +75,10 @@ def test_a_slot_sees_its_path_and_nothing_else(relaxed: bool) -> None:
                         assert bool(mask[line * slots + slot, column * slots + their]) == seen
 
 
-def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path) -> None:
-    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
-    teacher, ids = answer(target, loaded.model)
-    student = Student(loaded.model, loaded.embedding)
+def test_later_blocks_of_some_rows_are_those_of_all(specblock: Lesson) -> None:
+    student, teacher, ids = specblock
     states: list[torch.Tensor] = []
-    loaded.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
+    student.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
     HeadLoss(teacher, **WHOLE)(student, ids)
     whole, first = list(states), int(ids.sum()) % 3
     states.clear()
@@ -85,11 +86,6 @@ def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path
     assert torch.equal(states[0], whole[0])
     for block in (1, 2):
         assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
@@ -107,56 +103,71 @@ def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
     return Teacher(read, read_output(folder), draft_ids), ids
 
 
+@pytest.fixture
+def specblock(target: Path, tmp_path: Path) -> Lesson:
+    """A random SpecBlock head, and what it learns from."""
+    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
+    return Student(loaded.model, loaded.embedding), *answer(target, loaded.model)
+
+
+def trained_states(
+    slow: Any, target: Path, fields: dict[str, Any]
+) -> tuple[list[torch.Tensor], Student, Teacher, torch.Tensor]:
+    """Every block's states in a loss of these fields, the student, and the teacher of some positions."""
+    teacher, ids = answer(target, slow.model)
+    states: list[torch.Tensor] = []
+    slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
+    student = Student(slow.model, slow.embedding)
+    assert HeadLoss(teacher, **fields)(student, ids).item() > 0
+    return list(states), student, teacher, ids
+
+
+def check_last_block(states: list[torch.Tensor], slow: Any, text: Text, number: int, row: int) -> None:
+    """A row's last block against the slow reference; `number` is the sum of the batch's ids."""
+    job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
+    blocks, depth = [], 0
+    for block, before in enumerate(states[:-1]):
+        cut = 1 + (number + 7919 * block) % slow.slots
+        depth += cut
+        blocks.append((before[0, row, cut - 1], text.ids[row + 1 + depth], depth, cut))
+    assert torch.allclose(states[-1][0, row], slow.states(text, 0, job, blocks), atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
     """Every row's last block, against the slow reference of the served head on the same prefix."""
     folder = save_random(tmp_path, kind, block_rope_advance=True)
     settings = with_tree_shape(DrafterSettings(kind=kind, path=str(folder), target=str(target)))
     slow = SLOW[kind](folder, target, settings)
-    teacher, ids = answer(target, slow.model)
-    states: list[torch.Tensor] = []
-    slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
-    student = Student(slow.model, slow.embedding)
     changes: dict[str, Any] = {"specblock": {"every": 1}, "eagle3": {"blocks": 3}}
-    loss = HeadLoss(teacher, **LOSSES[kind] | changes.get(kind, {}))
-    assert loss(student, ids).item() > 0
-    of_training = list(states)
+    states, student, teacher, ids = trained_states(slow, target, LOSSES[kind] | changes.get(kind, {}))
     read = teacher.read(ids)
     text = Text(ids[0].tolist(), read.features[0])
     for row in (0, 3, 6):
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
         if isinstance(slow, SlowMaskedBlock):
             targets = replace(Targets.of(read, teacher), rows=torch.tensor([0, 3, 6]))
-            blocks = block_states(student, read, targets)[0, targets.rows.tolist().index(row)]
+            blocks = block_states(student, read, targets)[0, row // 3]
             assert torch.allclose(slow.model.norm(blocks), slow.states(text, 0, job), atol=1e-4)
-            continue
-        if isinstance(slow, SlowEagle3):
-            path = [(of_training[step][0, row], text.ids[row + 2 + step]) for step in range(2)]
-            served = slow.state(text, 0, job, path)
+        elif isinstance(slow, SlowEagle3):
+            path = [(states[step][0, row], text.ids[row + 2 + step]) for step in range(2)]
+            assert torch.allclose(states[-1][0, row], slow.state(text, 0, job, path), atol=1e-4)
         else:
-            cuts = [1 + int(ids.sum() + 7919 * block) % slow.slots for block in range(len(of_training) - 1)]
-            blocks, depth = [], 0
-            for block, cut in enumerate(cuts):
-                depth += cut
-                blocks.append((of_training[block][0, row, cut - 1], text.ids[row + 1 + depth], depth, cut))
-            served = slow.states(text, 0, job, blocks)
-        assert torch.allclose(of_training[-1][0, row], served, atol=1e-4)
+            check_last_block(states, slow, text, int(ids.sum()), row)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
-    """Of texts that go round in a circle of 16 tokens, whose features say which one each is."""
+def check_learning(
+    kind: str, target: Path, fields: dict[str, Any], begin: Callable[[Any], None] = lambda model: None
+) -> None:
+    """Of texts that go round in a circle of 16 tokens, whose features say which one each is, a head learns the next."""
     parts, output = read_target(target), read_output(target)
     codes = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
     strong = torch.nn.functional.normalize(output, dim=-1)
-
-    def read(ids: torch.Tensor) -> Answer:
-        return Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16])
-
-    teacher = Teacher(read, strong, torch.arange(VOCAB))
+    teacher = Teacher(lambda ids: Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16]), strong, torch.arange(VOCAB))
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, VOCAB)
     student = build_student(config, parts.embedding, output, torch.arange(VOCAB), seed=0)
-    loss = HeadLoss(teacher, **LOSSES[kind] | {"every": 1})
+    begin(student.model)
+    loss = HeadLoss(teacher, **fields | {"every": 1})
     texts = (torch.arange(20)[None] + torch.arange(0, 16, 2)[:, None]) % 16
     untrained = accepted_length(measure(student, loss, list(texts)))
     optimiser, losses = torch.optim.AdamW(student.parameters(), lr=5e-3), []
@@ -167,8 +178,12 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
         optimiser.step()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in student.parameters())
     assert losses[-1] < 0.5 * losses[0]
-    trained = accepted_length(measure(student, loss, list(texts)))
-    assert untrained < 2 < 4 < trained
+    assert untrained < 2 < 4 < accepted_length(measure(student, loss, list(texts)))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
+    check_learning(kind, target, LOSSES[kind])
 
 
 def test_every_distance_falls_to_its_least_at_the_targets_distribution() -> None:
@@ -185,9 +200,8 @@ def test_every_distance_falls_to_its_least_at_the_targets_distribution() -> None
     assert torch.allclose(overlap(taught, taught), torch.ones(3))
 
 
-def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
-    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
-    teacher, ids = answer(target, loaded.model)
+def test_targets_are_the_tokens_behind(specblock: Lesson, target: Path) -> None:
+    _, teacher, ids = specblock
     targets = Targets.of(teacher.read(ids), teacher)
     logits = LlamaForCausalLM.from_pretrained(target)(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
     for offset in range(3):
@@ -201,27 +215,23 @@ def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
         assert torch.allclose(targets.taught(admitted, offset), logits[text, rows + 1 + offset], atol=1e-4)
 
 
-def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, tmp_path: Path) -> None:
-    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
-    teacher, ids = answer(target, loaded.model)
-    student = Student(loaded.model, loaded.embedding)
+def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(specblock: Lesson) -> None:
+    student, teacher, ids = specblock
 
     def counts(masked: bool) -> list[tuple[int, int]]:
         """(rows, right ones) of each slot."""
         slots = HeadLoss(teacher, **WHOLE).slots(student, ids, masked=masked)
         return [(len(slot.gold), int(slot.right.sum())) for slot in slots]
 
-    masked, whole, slots = counts(True), counts(False), loaded.config.slots
+    masked, whole, slots = counts(True), counts(False), student.model.config.slots
     for place, (rows, _) in enumerate(masked):
         assert place % slots == 0 or rows <= masked[place - 1][1]
     assert whole[0] == masked[0]
     assert whole[3][0] > masked[3][0]
 
 
-def test_gradients_reach_what_they_should(target: Path, tmp_path: Path) -> None:
-    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
-    teacher, ids = answer(target, loaded.model)
-    student = Student(loaded.model, loaded.embedding)
+def test_gradients_reach_what_they_should(specblock: Lesson, target: Path, tmp_path: Path) -> None:
+    student, teacher, ids = specblock
     HeadLoss(teacher, **WHOLE)(student, ids).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
     student.zero_grad()
@@ -257,12 +267,16 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     assert (len(domain.train), len(domain.held_out)) == (512, 512)
     model = LlamaForCausalLM.from_pretrained(folder)
     positions = torch.from_numpy(np.stack([domain.train[:128], domain.train[128:256]]))
-    read = answers.read(positions)
-    out = model.model(input_ids=read.ids, output_hidden_states=True)
-    layers = default_feature_layers(read_target(folder).layers)
-    wanted = torch.cat([out.hidden_states[n] for n in layers], dim=-1)
-    assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
-    assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)
+
+    def checked(answers: TargetAnswers, layers: tuple[int, ...]) -> Answer:
+        read = answers.read(positions)
+        out = model.model(input_ids=read.ids, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
+        assert torch.allclose(read.features, features, rtol=0.02, atol=0.02)
+        assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)
+        return read
+
+    read = checked(answers, default_feature_layers(8))
     end = [*read.ids[1, 96:].tolist(), 0].index(0) + 96  # another prefix follows
     said = model(read.ids).logits[1].argmax(-1)  # the second text is greedy
     assert torch.equal(said[96 : end - 1], read.ids[1, 97:end])
@@ -279,11 +293,7 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
         record_answers(lines, folder, tmp_path / "lessons", plan, layers=(5, 1))
     with pytest.raises(InvalidField, match=r"--layers: 8 is not among 0\.\.7"):
         record_answers(lines, folder, tmp_path / "other", plan, layers=(8,))
-    other = record_answers(lines, folder, tmp_path / "other", plan, layers=(5, 1))
-    read = other.read(positions)
-    out = model.model(input_ids=read.ids, output_hidden_states=True)
-    wanted = torch.cat([out.hidden_states[n] for n in (5, 1)], dim=-1)
-    assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
+    checked(record_answers(lines, folder, tmp_path / "other", plan, layers=(5, 1)), (5, 1))
 
 
 def test_documents_too_few_to_hold_one_out_are_an_error_before_anything_is_recorded(tmp_path: Path) -> None:

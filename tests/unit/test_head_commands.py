@@ -23,7 +23,8 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
 from coppice.heads.block_head import SpecBlockHead
-from coppice.heads.checkpoints import load_head, read_target, save_head
+from coppice.heads.checkpoints import load_head, read_output, read_target, save_head
+from coppice.heads.layers import HeadConfig
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.training import heads, progress
@@ -71,6 +72,15 @@ def head(place: Path, kind: str, *flags: str) -> Path:
     return out
 
 
+def untrained(kind: str, target: Path, folder: Path, **shape: int) -> HeadConfig:
+    """Write a head that nothing was taught, and return its configuration."""
+    parts = read_target(target)
+    config: HeadConfig = heads.head_config(kind, AutoConfig.from_pretrained(target), parts, parts.vocab_size, **shape)
+    ids = torch.arange(parts.vocab_size)
+    save_head(folder, heads.build_student(config, parts.embedding, read_output(target), ids, 0).model, config)
+    return config
+
+
 def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
     folder = head(place, "specblock")
     loaded = load_head("specblock", folder, place / "target")
@@ -114,10 +124,8 @@ def test_kinds_are_trained_for_a_target_whose_layers_turn_positions_otherwise(ge
 
 
 def test_a_head_whose_own_layers_turn_positions_otherwise_is_refused(gemma: Path, tmp_path: Path) -> None:
-    target, parts = AutoConfig.from_pretrained(gemma / "target"), read_target(gemma / "target")
-    config = heads.head_config("eagle3", target, parts, 300)
-    student = heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
-    save_head(tmp_path, student.model, config)
+    target = AutoConfig.from_pretrained(gemma / "target")
+    untrained("eagle3", gemma / "target", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"rope_parameters": target.rope_parameters}))
     with pytest.raises(InvalidField, match="rope_parameters of several kinds of layers"):
@@ -234,6 +242,7 @@ def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: P
         told = run(train, place, *flags, "--resume", "--layers", refused, ends=(2,))
         assert "1 to 16 numbers" in " ".join(told.replace("│", " ").split())
     run(train, place, *flags[:2], "lm", *flags[3:], "--layers", "1", ends=(2,))
+    assert "oracle" in run(train, place, *flags[:2], "oracle", *flags[3:], ends=(2,))
 
 
 @pytest.mark.parametrize(
@@ -254,9 +263,6 @@ def test_a_shape_that_does_not_fit_is_refused_before_anything_is_recorded(
 
 def test_a_shape_that_may_be_trained_is_read_as_it_was_written(place: Path, tmp_path: Path) -> None:
     shape = {"sample_from_anchor": 0, "causal": 1, "markov_rank": 8, "confidence_with_markov": 0, "block_size": 4}
-    target, parts = AutoConfig.from_pretrained(place / "target"), read_target(place / "target")
-    config = heads.head_config("dspark", target, parts, 300, **shape)
-    student = heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
-    save_head(tmp_path, student.model, config)
+    config = untrained("dspark", place / "target", tmp_path, **shape)
     assert load_head("dspark", tmp_path, place / "target").config == config
     assert {name: getattr(config, name) for name in shape} == shape

@@ -15,17 +15,11 @@ from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import read_head, save_head
-from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, Slow, Text, Tokens, drafted, opened
 from tests.unit.test_layouts import DIM, DRAFT, HEADS, KV, VOCAB, H, eagle3, eagle3_of_speculators, random, written
 
 LENGTH = 12
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=H, tokenizer=False)
 
 
 def norm(states: Tensor, weight: Tensor) -> Tensor:
@@ -142,7 +136,6 @@ def test_a_configured_head_drafts_what_its_definition_says(
     folder = written(tmp_path / "in", (config, tensors))
     expected = slow.tree(TEXT, 0, job(30))
     served = tree_of(folder, target, 30, depth=3, top_k=4)
-    assert served.keys() == expected.keys()
     assert served == pytest.approx(expected, abs=2e-3)
     model = read_head(folder)
     save_head(tmp_path / "out", model, model.config)
@@ -158,5 +151,4 @@ def test_the_default_tree_of_a_sharp_head_is_the_published_one(target: Path, tmp
     expected = slow.tree(TEXT, 0, job(60 - 1))
     assert max(map(len, expected)) == 8
     served = tree_of(written(tmp_path, (config, tensors)), target, 59)
-    assert served.keys() == expected.keys()
     assert served == pytest.approx(expected, abs=5e-3)

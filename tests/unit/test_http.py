@@ -196,19 +196,18 @@ def test_no_string_hides_a_list_from_the_count(texts: list[str]) -> None:
 def test_log_probabilities_of_all_choices_fit_one_body() -> None:
     scored: dict[str, Any] = {"log_probs": True, "max_new_tokens": 16}
     request = replace(build_request([1] * 4000, **scored), want_prompt_log_probs=True, top_log_probs=20)
-    check_log_probs([request] * 3, 4096, 256)
-    check_log_probs([replace(request, top_log_probs=0)] * 16, 4096, 256)
-    check_log_probs([replace(request, want_prompt_log_probs=False)] * 16, 4096, 256)
-    check_log_probs([build_request("x" * 9000)] * 16, 4096, 256)
-    open_ended = build_request("x", log_probs=True)
-    check_log_probs([replace(open_ended, top_log_probs=20)] * 16, 1 << 17, 256)
-    for requests in (
-        [request] * 4,
-        [replace(request, ids=None, text="é" * 2000)] * 4,
-        [replace(open_ended, top_log_probs=20, max_new_tokens=4096)] * 4,
+    open_ended = replace(build_request("x", log_probs=True), top_log_probs=20)
+    for each, choices, context in (
+        (request, 3, 4096),
+        (replace(request, top_log_probs=0), 16, 4096),
+        (replace(request, want_prompt_log_probs=False), 16, 4096),
+        (build_request("x" * 9000), 16, 4096),
+        (open_ended, 16, 1 << 17),
     ):
+        check_log_probs([each] * choices, context, 256)
+    for each in (request, replace(request, ids=None, text="é" * 2000), replace(open_ended, max_new_tokens=4096)):
         with pytest.raises(InvalidField, match="logprobs: "):
-            check_log_probs(requests, 1 << 17, 256)
+            check_log_probs([each] * 4, 1 << 17, 256)
 
 
 @pytest.mark.parametrize(

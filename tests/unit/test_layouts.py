@@ -14,14 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import (
-    SHAPES,
-    kind_in,
-    load_head,
-    public_state,
-    read_head,
-    save_head,
-)
+from coppice.heads.checkpoints import SHAPES, kind_in, load_head, public_state, read_head, save_head
 from services.adapter.learn import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
@@ -30,11 +23,6 @@ H, HEADS, KV, DIM, FF, VOCAB, DRAFT, K = 32, 4, 2, 8, 48, 96, 40, 4
 
 Tensors = dict[str, Tensor]
 Made = tuple[dict[str, Any], Tensors]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=H, tokenizer=False)
 
 
 def sizes() -> dict[str, Any]:
@@ -335,7 +323,6 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("EAGLE-3", put("is_causal", False), "is_causal is false"),
         ("EAGLE-3", put("eagle_config", {"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
         ("SpecBlock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
-        ("SpecBlock", dropped("shift_proj.0.weight"), "shift_proj.0.weight is missing"),
         ("speculators' EAGLE-3", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
         (
             "speculators' EAGLE-3",
@@ -353,26 +340,15 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("z-lab", inner(use_swa=True), "use_swa is true"),
         ("z-lab", inner(input_embedding_scale=2.0), "input_embedding_scale 2.0 is not served"),
         ("z-lab", put("final_logit_softcapping", 30.0), "final_logit_softcapping 30.0 is not served"),
-        (
-            "z-lab",
-            put("candidate_selector.hidden_projection.weight", torch.ones(4, H)),
-            "candidate_selector.* is unknown",
-        ),
-        ("JetSpec", put("hidden_dim_adapter.proj.weight", torch.ones(H, H)), "hidden_dim_adapter.* is unknown"),
         ("JetSpec", inner(target_hidden_size=2 * H), "fc.weight has shape"),
         ("DeepSpec", put("markov_head_type", "gated"), "markov_head_type 'gated' is not served"),
-        ("DeepSpec", put("markov_head.gate_proj.weight", torch.ones(RANK, H + RANK)), "gate_proj.weight is unknown"),
         ("DeepSpec", dropped("confidence_head.proj.bias"), "confidence_head.proj.bias is missing"),
         ("DeepSpec", put("confidence_head_with_markov", False), "confidence_head.proj.weight has shape"),
-        ("DeepSpec", put("lm_head.weight", torch.ones(VOCAB - 1, H)), "lm_head.weight has shape"),
-        ("z-lab", dropped("hidden_norm.weight"), "hidden_norm.weight is missing"),
-        ("z-lab", put("fc.weight", torch.ones(H, 3 * H)), r"fc.weight has shape \[32, 96\], expected \[32, 128\]"),
         ("z-lab", inner(target_layer_ids=[-1, 2, 4, LAYERS - 1]), "feature_layers: 8 is not among 0..7"),
         ("z-lab", inner(target_layer_ids=[]), "does not name the layers"),
         ("speculators", put("aux_hidden_state_layer_ids", [1, 3, 5, LAYERS]), "feature_layers: 8 is not among 0..7"),
         ("speculators", put("aux_hidden_state_layer_ids", None), "does not name the layers"),
         ("speculators", put("speculators_model_type", "peagle"), "speculators_model_type is 'peagle'"),
-        ("speculators", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
         ("speculators", put("draft_vocab_size", DRAFT), "no d2t, which a reduced vocabulary needs"),
         (
             "speculators' DSpark",
@@ -403,14 +379,16 @@ def test_pickles_are_refused_with_the_way_to_convert_them(target: Path, tmp_path
         load_head(kind_in(folder), folder, target)
 
 
-def test_a_full_vocabulary_needs_no_map(target: Path, tmp_path: Path) -> None:
+def test_a_full_vocabulary_needs_no_map_and_an_eagle_config_names_layers(target: Path, tmp_path: Path) -> None:
     config, tensors = eagle3()
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
     config["draft_vocab_size"] = None
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     tensors["lm_head.weight"] = random(VOCAB, H)
     loaded = load_head("eagle3", written(tmp_path / "in", (config, tensors)), target)
     assert loaded.config.draft_vocab_size == VOCAB
     assert not loaded.model.d2t.any()
+    assert loaded.config.feature_layers == (2, 3, 6)
 
 
 def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
@@ -421,8 +399,6 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         load_head("eagle3", folder, tmp_path)
     with pytest.raises(InvalidField, match="is a checkpoint of kind eagle3, not specblock"):
         load_head("specblock", folder, target)
-    with pytest.raises(InvalidField, match="is a checkpoint of kind specblock"):
-        load_head("eagle3", written(tmp_path / "other", specblock()), target)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -440,37 +416,19 @@ def test_a_head_comes_back_as_it_was_written(kind: Any, target: Path, tmp_path: 
 def test_what_does_not_fit_a_layout_of_our_own_is_named(target: Path, tmp_path: Path) -> None:
     folder = save_random(tmp_path / "in", "dflash")
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    for at, (change, why) in enumerate(
-        (
-            ({"block_size": 0}, "block_size"),
-            ({"coppice_head": "hydra"}, "'hydra' is no kind of head with weights that is installed; there are spec"),
-        )
-    ):
-        with pytest.raises(InvalidField, match=why):
-            load_head("dflash", written(tmp_path / str(at), (config | change, tensors)), target)
-    with pytest.raises(InvalidField, match="not eagle3"):
-        load_head("eagle3", folder, target)
+    other = written(tmp_path / "other", (config | {"coppice_head": "hydra"}, tensors))
+    with pytest.raises(InvalidField, match="'hydra' is no kind of head with weights that is installed; there are spec"):
+        load_head("dflash", other, target)
     with pytest.raises(InvalidField, match="is a dflash head; adapted are"):
         Learner(folder, target)
 
 
-@pytest.mark.parametrize(
-    ("spelling", "causal"),
-    [
-        ({}, False),
-        ({"causal": True}, True),
-        ({"causal_head": True}, True),
-        ({"is_causal": True, "causal": True, "causal_head": True}, True),
-    ],
-)
-def test_each_spelling_of_causality_is_read(
-    spelling: dict[str, bool], causal: bool, target: Path, tmp_path: Path
-) -> None:
-    folder = written(tmp_path, zlab(**spelling))
-    assert kind_in(folder) == ("jetspec" if causal else "dflash")
-    assert load_head(kind_in(folder), folder, target).config.causal == causal
-    with pytest.raises(InvalidField, match="is a checkpoint of kind"):
-        load_head("dflash" if causal else "jetspec", folder, target)
+def test_each_spelling_of_causality_is_read(target: Path, tmp_path: Path) -> None:
+    for spelling in (["causal"], ["causal_head"], ["is_causal", "causal", "causal_head"]):
+        folder = written(tmp_path, zlab(**dict.fromkeys(spelling, True)))
+        assert (kind_in(folder), read_head(folder).config.causal) == ("jetspec", True)
+        with pytest.raises(InvalidField, match="is a checkpoint of kind"):
+            load_head("dflash", folder, target)
 
 
 @pytest.mark.parametrize(
@@ -492,14 +450,7 @@ def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: boo
     assert (read.sample_from_anchor, read.slots) == (predicts, BLOCK - (not predicts))
 
 
-@pytest.mark.parametrize(
-    ("layers", "count", "ids"),
-    [
-        (36, 5, (1, 9, 17, 25, 33)),
-        (20, 2, (1, 17)),
-        (20, 1, (10,)),
-    ],
-)
+@pytest.mark.parametrize(("layers", "count", "ids"), [(36, 5, (1, 9, 17, 25, 33)), (20, 2, (1, 17)), (20, 1, (10,))])
 def test_layers_that_are_not_named_are_the_authors_default(
     layers: int, count: int, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -539,9 +490,3 @@ def test_a_block_reads_what_the_embedding_module_of_the_target_gives(target: Pat
     own = deepspec()
     loaded = load_head("dspark", written(tmp_path / "deepspec", own), scaling)
     assert torch.equal(loaded.embedding, own[1]["embed_tokens.weight"].float())
-
-
-def test_the_feature_layers_of_an_eagle_config_are_read(target: Path, tmp_path: Path) -> None:
-    config, tensors = eagle3()
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
-    assert load_head("eagle3", written(tmp_path, (config, tensors)), target).config.feature_layers == (2, 3, 6)

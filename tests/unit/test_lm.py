@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.engine import ForwardOutput
+from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
@@ -35,15 +36,6 @@ VOCAB, MAX_LEN = 120, 640
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, seed=9)
 WARM = SamplingParams(temperature=0.7, top_k=10, seed=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny forwards are fastest on one thread, and two fight on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +63,11 @@ def heads(folder: Path) -> Any:
     return head_of
 
 
+def is_empty(pool: KVPool) -> None:
+    assert (pool.used_tokens, pool.free_tokens) == (0, pool.spare)
+    check_pool(pool)
+
+
 @pytest.fixture
 def head(heads: Any) -> Iterator[LanguageModelHead]:
     """The usual one; after each test it must be empty again once its sessions are closed."""
@@ -78,8 +75,7 @@ def head(heads: Any) -> Iterator[LanguageModelHead]:
     yield made
     for key in list(made._sessions):
         made.close(key)
-    assert made.engine.pool.used_tokens == made.engine.pool.used_blocks == 0
-    check_pool(made.engine.pool)
+    is_empty(made.engine.pool)
 
 
 def some_ids(count: int, seed: int = 0) -> list[int]:
@@ -129,10 +125,7 @@ def is_the_models(
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize(
-    ("sampling", "coupled"),
-    [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (WARM, True)],
-)
+@pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (WARM, True)])
 def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
     head: LanguageModelHead, model: Any, sampling: SamplingParams, coupled: bool, budget: int
 ) -> None:
@@ -231,7 +224,7 @@ def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any, monkeypatc
     assert len(draft(head, DraftJob(0, 3, 16, 9, GREEDY))) == 0
     for key in range(3):
         head.close(key)
-    assert head.engine.pool.used_blocks == 0
+    is_empty(head.engine.pool)
 
 
 @pytest.mark.parametrize("width", [50, 9999])
@@ -261,8 +254,7 @@ def test_without_kv_room_opening_is_refused_and_drafting_is_left_out(heads: Any)
     assert len(draft(head, jobs[1])) == 9
     head.close(2)
     head.close(2)
-    assert head.engine.pool.used_tokens == head.engine.pool.used_blocks == 0
-    check_pool(head.engine.pool)
+    is_empty(head.engine.pool)
 
 
 def with_vocabulary(folder: Path, width: int, tokens: int, first: str = "a") -> Path:

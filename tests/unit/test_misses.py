@@ -21,10 +21,7 @@ from tests.unit.test_feature_heads import (
     drafted,
     opened,
     save_random,
-    target,
 )
-
-__all__ = ["target"]  # the fixture
 
 KINDS = ("specblock", "eagle3", "dspark")
 Head = FeatureHead

@@ -19,7 +19,6 @@ from coppice.engine.modules import (
     FusedLinear,
     PackedLinear,
     call_directly,
-    compiled_rows,
     fuse,
     merge_launches,
     pays,
@@ -81,13 +80,6 @@ def test_float32_is_packed_where_that_is_known_to_be_faster(
     pays.cache_clear()
     assert pays(torch.float32) == (faster and torch.backends.mkldnn.is_available())
     pays.cache_clear()
-
-
-def test_few_numbers_of_rows_are_compiled() -> None:
-    compiled = [compiled_rows(rows) for rows in range(1, 1025)]
-    assert compiled[:16] == list(range(1, 17))
-    assert all(rows <= padded < rows * 5 / 4 for rows, padded in enumerate(compiled, 1))
-    assert len(set(compiled)) == 16 + 4 * 6
 
 
 class _Projections(nn.Module):

@@ -119,8 +119,7 @@ def test_every_session_finds_the_kv_of_its_own_text(runs: bool, share: float) ->
     for prefix, _ in live.values():
         made.cache.close(prefix)
     check_pool(made.pool)
-    assert (made.pool.used_tokens, made.pool.used_blocks) == (0, 0)
-    assert made.pool.free_tokens == 40 * SIZE
+    assert (made.pool.used_tokens, made.pool.free_tokens) == (0, 40 * SIZE)
     assert reused > 1000
     assert full > 5
     assert made.count("hits_total") == reused
@@ -162,12 +161,6 @@ def test_blocks_are_shared_where_there_is_no_room_for_copies(cached: Cached) -> 
     assert second.table.blocks[:20].tolist() == first.table.blocks.tolist()
     cached.cache.close(first)
     assert np.array_equal(cached.read(second, 81), values([*text, 1]))
-
-
-def test_the_last_id_is_always_prefilled(cached: Cached) -> None:
-    cached.cache.close(cached.open(ids_of(2)))
-    assert cached.open(ids_of(2)).reused_tokens == 16
-    assert cached.open([*ids_of(2), 0]).reused_tokens == 20
 
 
 @pytest.mark.parametrize(

@@ -275,13 +275,8 @@ def test_ends_that_no_service_takes_are_refused_before_anything_loads(
     assert re.fullmatch(f"coppice: eos_token_id{reason}\n", up(folder, "--port", 0))
     with pytest.raises(InvalidField, match=f"^eos_token_id{reason}"):
         load_engine(folder, kv_tokens=512)
-
-
-def test_a_generation_config_that_is_no_json_is_not_passed_over(target: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(target, tmp_path / "copy"))
-    (folder / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(InvalidField, match=r"^target: .*generation_config.json is no JSON object"):
-        load_engine(folder, kv_tokens=512)
+        load_engine(with_files(folder, generation_config="no object"), kv_tokens=512)
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}

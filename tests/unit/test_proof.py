@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from coppice.cli import app
-from tests.faults.campaign.rig import FaultRow
 from tests.proof import CAMPAIGNS, RESULT, ROOT, main, prove
 
 # Counts its runs; fails while a file `FOLDER/fail` is there, proves nothing while `FOLDER/weak` is.
@@ -80,20 +78,6 @@ def test_an_interruption_loses_the_campaign_that_was_interrupted_only(root: Path
         prove(fakes(root) | {"b": ("no-such-program",)}, root)
     assert prove(fakes(root), root)
     assert runs(root) == [1, 1]
-
-
-def test_the_report_shows_faults_that_failed_and_what_was_not_run(root: Path) -> None:
-    row = FaultRow("drafter-kill", 20, 300, recoveries=[0.1, 0.25]).to_json()
-    rows = {"rows": [row, row | {"fault": "drafter-cut", "ok": False}]}
-    writes = f"open('.proof/faults.json', 'w').write({json.dumps(rows)!r})"
-    assert prove(fakes(root) | {"faults": (sys.executable, "-c", writes)}, root, ["a", "fau"])
-    for cells in (
-        "| b |  |  |  |  | not run |",
-        " | 1 / 2 |",
-        "| drafter-cut | 20 | 300 | 0 | 0 | 0.10 | 0.25 | FAILED |",
-    ):
-        assert cells in shown(root)
-    assert "drafter-kill" not in shown(root)
 
 
 def test_the_files_and_commands_of_the_campaigns_exist() -> None:

@@ -7,21 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from coppice.config.model import warning_of
 from coppice.errors import InvalidField
-from coppice.training import cli
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.data import (
     MAX_EPOCHS,
     Domain,
     Reader,
     is_held_out,
-    load_corpus,
     load_tokenizer,
-    parse_spec,
-    parse_specs,
+    read_corpora,
 )
 from coppice.training.trainer import Muon, Recipe
 from tests.tiny import make_target
@@ -33,7 +29,7 @@ def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_questions_bec
         {"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n}"} for n in range(200)
     ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    corpus = load_corpus(parse_spec(f"sums={path}:0.5"))
+    (corpus,) = read_corpora([f"sums={path}:0.5"])
     assert "Question: What is 7 + 1?\nAnswer: It is 8.\n#### 7" in corpus.train + corpus.held_out
     assert corpus.held_out
     assert all(map(is_held_out, corpus.held_out))
@@ -52,7 +48,7 @@ def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_questions_bec
 )
 def test_a_bad_data_line_is_an_error_that_names_it(line: str, named: str) -> None:
     with pytest.raises(InvalidField, match=re.escape(named)) as caught:
-        [load_corpus(spec) for spec in parse_specs([line])]
+        read_corpora([line])
     assert caught.value.field == "--data"
     assert "words" in str(caught.value)
 
@@ -102,13 +98,6 @@ def test_the_rate_rises_and_falls_to_zero_and_the_last_rows_are_long() -> None:
     assert [recipe.shape(seen) for seen in (0, 900_000)] == [(4, 128), (2, 256)]
 
 
-def test_an_unknown_kind_of_head_is_a_usage_error(tmp_path: Path) -> None:
-    flags = ["--data", "words=a.txt", "--out", str(tmp_path / "x"), "--target", str(tmp_path), "--kind", "oracle"]
-    result = CliRunner().invoke(cli.app, ["head", *flags])
-    assert result.exit_code == 2
-    assert "oracle" in result.output
-
-
 CHATS = [
     {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "no"}]} for n in range(60)
 ] + [
@@ -141,7 +130,7 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     assert len(set(found)) > 5
     assert later
     assert "no" not in {text[len(prompt) :].strip() for text, prompt in zip(texts, found, strict=True)}
-    corpus = load_corpus(parse_spec(f"chat={path}"), lambda messages: "|".join(m["content"] for m in messages))
+    (corpus,) = read_corpora([f"chat={path}"], lambda messages: "|".join(m["content"] for m in messages))
     assert len(corpus.train) + len(corpus.held_out) == 60 + 2 * 60
     held = {text.split("|")[1] for text in corpus.held_out if "|" in text}
     assert held
@@ -182,7 +171,7 @@ def test_chats_that_cannot_be_used_are_errors_that_name_the_place(
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     with pytest.raises(InvalidField, match=why) as caught:
-        load_corpus(parse_spec(f"words={path}"), render)
+        read_corpora([f"words={path}"], render)
     assert caught.value.field == "--data"
 
 

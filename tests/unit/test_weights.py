@@ -18,28 +18,17 @@ from coppice.adaptation.weights import Weights, pack_update, tensor_digest
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
-from coppice.heads.checkpoints import (
-    fused_tensor,
-    public_state,
-    read_head,
-    save_head,
-)
+from coppice.heads.checkpoints import fused_tensor, public_state, read_head, save_head
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 from services.drafter.staging import Staging, Swap, staging_for
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
+from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, save_random
 
 KINDS = ["specblock", "eagle3", "dspark"]
 PROJECTION = {"specblock": "layers.1", "eagle3": "midlayer", "dspark": "layers.0"}
 LAST = ("lm_head.", "rank_head.", "markov_head.", "confidence_head.")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +133,9 @@ def test_a_corruption_is_refused_and_says_what_is_wrong(
 
 
 def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announced(case: Case) -> None:
+    for junk in (b"", bytes(8), b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{]"):
+        with pytest.raises(InvalidField, match="file: is no safetensors file"):
+            staged(case.good.with_file(junk), case)
     generator, file = np.random.default_rng(0), case.good.file
     header = 8 + int.from_bytes(file[:8], "little")
     for number in range(600):
@@ -155,18 +147,6 @@ def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announ
             spoiled[at] ^= 1 << generator.integers(8)
         with pytest.raises(InvalidField):
             staged(case.good.with_file(bytes(spoiled)), case)
-
-
-@pytest.mark.parametrize("file", [b"", bytes(8), b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{]"])
-def test_a_file_that_is_no_safetensors_file_is_refused(file: bytes, case: Case) -> None:
-    with pytest.raises(InvalidField, match="file: is no safetensors file"):
-        staged(case.good.with_file(file), case)
-
-
-def test_a_long_name_is_cut_in_what_the_sender_is_told(case: Case) -> None:
-    with pytest.raises(InvalidField) as caught:
-        staged(case.sending({"n" * 50_000: torch.ones(1)}), case)
-    assert len(str(caught.value)) < 200
 
 
 def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new_number(case: Case) -> None:
