@@ -76,14 +76,14 @@ def release(start_service: Callable[..., Service], tmp_path_factory: pytest.Temp
     make_target(folder / "target", VOCAB, layers=8, max_len=1024)
     (folder / "eagle").mkdir()
     save_random(folder / "eagle", "eagle3", vocab_size=VOCAB, draft_vocab_size=200)
-    found = pods(objects("one-gpu"))
-    addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(sorted(found), 1)}
+    manifests = pods(objects("one-gpu"))
+    addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(sorted(manifests), 1)}
     release = Release(folder, addresses, {}, {}, Reference(folder / "target", "float32", threads=1))
     order = ("verifier", "drafter", "orchestrator", "test")  # an orchestrator starts when there is a verifier
-    for name in sorted(found, key=lambda name: order.index(component(found[name]))):
-        (container,) = found[name]["spec"]["containers"]
+    for name in sorted(manifests, key=lambda name: order.index(component(manifests[name]))):
+        (container,) = manifests[name]["spec"]["containers"]
         release.variables[name] = {each["name"]: release.value(name, each) for each in container.get("env", [])}
-        if component(found[name]) != "test":
+        if component(manifests[name]) != "test":
             python, option, module = container["command"]
             assert (python, option, container.get("args")) == ("python", "-m", None)
             release.running[name] = start_service(module, variables=release.variables[name])

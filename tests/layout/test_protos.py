@@ -46,8 +46,8 @@ def test_stubs_are_what_the_pinned_compiler_makes(compiler: list[str], tmp_path:
     out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi")]
     out += [f"--descriptor_set_out={tmp_path / 'coppice.binpb'}", "--include_imports"]
     ray = f"--grpc_python_out={tmp_path}", *(str(proto) for proto in PROTOS if proto.stem == "generation")
-    for made in ([*out, *map(str, PROTOS)], ray):
-        subprocess.run([*compiler, "-I", str(ROOT / "protos"), *made], check=True, capture_output=True)
+    for arguments in ([*out, *map(str, PROTOS)], ray):
+        subprocess.run([*compiler, "-I", str(ROOT / "protos"), *arguments], check=True, capture_output=True)
     made = {file.name: file.read_text(encoding="utf-8") for file in (tmp_path / "coppice" / "v1").iterdir()}
     committed = {
         file.name: file.read_text(encoding="utf-8")

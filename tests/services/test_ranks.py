@@ -137,9 +137,9 @@ def settings(target: Path, **more: Any) -> VerifierSettings:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two devices")
 def test_what_this_machine_has_not_is_refused_in_a_line(target: Path) -> None:
-    found = torch.cuda.device_count()
+    devices = torch.cuda.device_count()
     for more, reason in (
-        ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {found}$"),
+        ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {devices}$"),
         ({"ranks": 1, "kv_tokens": 10**12}, "^target: 1 x .0.0 GiB of weights .* memory on cpu; a lower verifier.kv_t"),
     ):
         with pytest.raises(InvalidField, match=reason):
