@@ -24,6 +24,7 @@ class Status(Enum):
     CANCELLED = auto()
     UNAUTHENTICATED = auto()
     PERMISSION_DENIED = auto()
+    UNIMPLEMENTED = auto()
 
 
 class CoppiceError(Exception):
@@ -92,6 +93,12 @@ class PermissionDenied(CoppiceError):
     """The caller is known and may not do this."""
 
     status = Status.PERMISSION_DENIED
+
+
+class Unimplemented(CoppiceError):
+    """The server does not serve this method so."""
+
+    status = Status.UNIMPLEMENTED
 
 
 class InternalError(CoppiceError):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import structlog
 
 from coppice.errors import InvalidField
@@ -18,7 +17,7 @@ from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationReq
 from coppice.wire.verifier import SessionOpened
 
 from .metrics import OrchestratorMetrics
-from .outcomes import outcomes
+from .outcomes import accepted
 from .step import Step
 from .text import TextStream
 
@@ -29,15 +28,20 @@ Scored = tuple[int, float]
 
 
 class Output:
-    """Turns committed tokens into chunks. A chunk is sent by `flush`, as soon as the step's questions are out."""
+    """Turns committed tokens into chunks. They are sent by `flush`, as soon as the step's questions are out."""
 
     def __init__(
-        self, request: GenerationRequest, text: TextStream, stop_ids: frozenset[int], emit: Callable[[Chunk], None]
+        self,
+        request: GenerationRequest,
+        text: TextStream,
+        stop_ids: frozenset[int],
+        emit: Callable[[Chunk], None],
+        interval: int = 1,
     ) -> None:
-        """`emit` takes every chunk. Raises InvalidField when the request resumes behind an end."""
+        """`emit` takes a chunk every `interval` steps. Raises InvalidField when the request resumes behind an end."""
         self._request, self._text, self._stop_ids, self._emit = request, text, stop_ids, emit
-        self._left = request.max_new_tokens
-        self._chunk: Chunk | None = None  # certain and not sent yet
+        self._left, self._interval = request.max_new_tokens, 1 if request.want_trees else interval
+        self._chunks: list[Chunk] = []  # certain and not sent yet, one a step
         self.finish: FinishReason | None = None
         for token in request.resume_ids:  # as if they had been made here; their text is known to the client
             if self.finish is not None:
@@ -69,21 +73,18 @@ class Output:
             if self.finish is not None:
                 break
         count = len(pieces)
-        self._chunk = Chunk(
-            text="".join(pieces),
-            ids=tuple([token for token, _ in new[:count]]),
-            origins=(*(Origin.DRAFT,) * len(accepted), Origin.ROOT)[:count],
-            pieces=tuple(pieces),
-            log_probs=tuple([log_prob for _, log_prob in new[:count]]) if self._request.want_log_probs else (),
-            top=top[:count],
-        )
+        log_probs = tuple([log_prob for _, log_prob in new[:count]]) if self._request.want_log_probs else ()
+        ids, origins = tuple([token for token, _ in new[:count]]), (*(Origin.DRAFT,) * len(accepted), Origin.ROOT)
+        self._chunks.append(Chunk("".join(pieces), ids, origins[:count], tuple(pieces), log_probs, None, top[:count]))
         return count
 
     def flush(self, step: Step | None) -> None:
-        """Send the chunk that waits, if there is one. step: the one that made it; None for the first token."""
-        chunk, self._chunk = self._chunk, None
-        if chunk is None:
+        """Send what waits, if it is enough. step: the last one that made some; None: whatever there is."""
+        count = len(self._chunks)
+        if not count or (step is not None and count < self._interval and self.finish is None):
             return
+        chunk = Chunk.joined(self._chunks) if count > 1 else self._chunks[0]
+        self._chunks = []
         if step is not None and self._request.want_trees:
             tree, *others = step_trees(step, lambda token: self._text.tokens.of(token, True).decode(errors="replace"))
             chunk = replace(chunk, tree=tree, others=tuple(others))
@@ -102,7 +103,7 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
             first, owners = makers.get(path, (forward, 0))
             makers[path] = first, owners | 1 << head
 
-    def picture(tree: DraftTree, head: int, accepted: Sequence[int]) -> StepTree:
+    def picture(tree: DraftTree, head: int, right: Sequence[int]) -> StepTree:
         own = [makers[path] for path in paths(tree)]
         return StepTree(
             root=step.root,
@@ -111,7 +112,7 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
             log_probs=tuple(tree.log_probs.tolist()),
             forwards=tuple(forward for forward, _ in own),
             pieces=tuple(piece(token) for token in tree.tokens.tolist()),
-            accepted=tuple(accepted),
+            accepted=tuple(right),
             root_piece=piece(step.root),
             owners=tuple(owners for _, owners in own),
             routed=head,
@@ -123,8 +124,7 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
     trees = [replace(best, cut=tuple(cut), draft_ns=step.draft_ns, verify_ns=verify_ns)]
     for at, draft in enumerate(step.drafts):
         if len(draft.scored) and 0 <= routed != at:
-            right = np.flatnonzero(outcomes(draft.scored, step.offered)[1]) + 1
-            trees.append(picture(draft.scored, at, right.tolist()))
+            trees.append(picture(draft.scored, at, accepted(draft.scored, step.offered)))
     return trees
 
 

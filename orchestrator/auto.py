@@ -27,7 +27,7 @@ from coppice.speculation.policy import Policy
 from coppice.speculation.tree import prune
 
 from .metrics import OrchestratorMetrics
-from .outcomes import outcomes
+from .outcomes import accepted
 from .step import Step, StepPolicy
 
 PLAIN, SINGLE = "plain", "single:"
@@ -311,8 +311,7 @@ class AutoPolicy(StepPolicy):
         if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
             for at in step.asked:
                 tree, _ = prune(step.drafts[at].scored, nodes)
-                accepted = int(outcomes(tree, step.offered)[1].sum())
-                self._rates.gained(self._text, SINGLE + self._heads[at], accepted)
+                self._rates.gained(self._text, SINGLE + self._heads[at], len(accepted(tree, step.offered)))
 
     def close(self) -> None:
         """End the text."""

@@ -10,19 +10,20 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import grpc
 import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from coppice.adaptation.signals import QueryRecord
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc.channels import Dialer, Stub
+from coppice.rpc.link import LinkedCall
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
@@ -31,12 +32,10 @@ from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescriptio
 from coppice.wire.generation import Finished
 
 from .metrics import OrchestratorMetrics
-from .outcomes import USELESS, AcceptanceWatch, Calibration, best_path, first_miss, outcomes, step_log_probs
+from .outcomes import USELESS, AcceptanceWatch, Calibration, best_path, first_miss, offers
 from .targets import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.020, 1.0
 _FIRST_DEADLINE_S = 0.250
@@ -152,7 +151,7 @@ class Draft:
 
     step: int = 0
     answer: asyncio.Future[None] | None = None
-    """done when the tree is complete, or will not be"""
+    """done when the tree is complete, or is not waited for any more"""
     replica: DrafterReplica | None = None
     """the one that was asked"""
     asked_at: float = field(default_factory=time.perf_counter)
@@ -169,6 +168,12 @@ class Draft:
     weights_version: int = 0
     late: bool = False
     bad: bool = False
+
+    def give_up(self, late: bool = True) -> None:
+        """Have nobody wait any longer, unless it is complete."""
+        if self.answer is not None and not self.answer.done():
+            self.late = late
+            self.answer.set_result(None)
 
     def add(self, delta: TreeDelta) -> None:
         """Take in a part of the tree."""
@@ -208,8 +213,7 @@ class HeadSession:
         """of the verifier's session that the drafter can follow"""
         self._followed = ""  # the verifier's session that the drafter follows
         self._replica: DrafterReplica | None = None  # to which there is a stream
-        self._call: grpc.aio.StreamStreamCall | None = None
-        self._requests: asyncio.Queue[drafter_pb2.DraftRequest | None] = asyncio.Queue()
+        self._call: LinkedCall | None = None
         self._listening: asyncio.Task[None] | None = None
         self._sent = 0  # committed ids that the drafter knows of
         self._rejection: Rejection | None = None  # of the last tree, for the drafter's next step
@@ -232,32 +236,29 @@ class HeadSession:
         self._opened, self._misses, self._followed = False, 0.0, ""
         self._sent, self._rejection = len(ids), None
         replica.sessions += 1
-        self._requests = asyncio.Queue()
-        self._call = replica.stub.Draft(_until_none(self._requests))
+        self._call = replica.stub.Draft()
         self._listening = asyncio.create_task(self._listen(self._call))
         opening = replace(self.opening, ids=ids, features=self._follow(len(ids)))
-        self._requests.put_nowait(drafter.draft_request_to_wire(opening))
+        self._call.send(drafter.draft_request_to_wire(opening))
 
     def close(self) -> None:
         """End the stream; the drafter frees the session."""
         if self._replica is not None and self._call is not None and self._listening is not None:
             self._replica.sessions -= 1
-            self._requests.put_nowait(None)
             self._call.cancel()
             self._listening.cancel()
         self._replica = self._call = self._listening = None
-        if self._draft is not None and self._draft.answer is not None and not self._draft.answer.done():
-            self._draft.answer.set_result(None)
+        if self._draft is not None:
+            self._draft.give_up(late=False)
 
-    async def _listen(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _listen(self, call: LinkedCall) -> None:
         """Take in what the drafter sends, and leave it when its stream ends."""
         end: CoppiceError = Unavailable("the drafter ended the session")
         try:
-            async for message in call:
-                self._receive(drafter.read_draft_response(message))
+            await call.listen(lambda message: self._receive(drafter.read_draft_response(message)))
         except grpc.RpcError as error:
             end = from_rpc_error(error)
-        except CoppiceError as error:  # of an answer: no refusal of a text
+        except (CoppiceError, DecodeError) as error:  # of an answer: no refusal of a text
             end = InternalError(f"the drafter answered wrongly: {error}")
         log.warning("head lost", head=self.pool.name, why=str(end)[:200])
         if self._replica is not None and isinstance(end, InvalidField | Overloaded):  # this text, or no room for it
@@ -297,9 +298,9 @@ class HeadSession:
         count = length - window.start if layers else 0
         return replace(window, count=count, ref=replace(window.ref, count=count, layers=layers))
 
-    def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
-        """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out: a
-        stream that is still opening is waited for once in a session.
+    def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> Draft | None:
+        """Ask for a tree below `root`, which comes into the draft. None when the head sits this out: a stream that is
+        still opening is waited for once in a session.
         """
         if self._opened and self._replica:
             best = self.pool.pick(self._refusing())
@@ -307,16 +308,15 @@ class HeadSession:
                 self.close()
                 self._waited_to_open = True  # it had drafts until now
         self.open(ids)
-        if self._replica is None or not (self._opened or self.still_opening):
+        if self._replica is None or self._call is None or not (self._opened or self.still_opening):
             return None
         self._waited_to_open |= not self._opened
         advance = Advance(ids[self._sent :], self._follow(len(ids)), self._rejection)
         self._sent, self._rejection = len(ids), None
-        answer = asyncio.get_running_loop().create_future()
-        self._draft = Draft(fence.step, answer, self._replica)
+        draft = self._draft = Draft(fence.step, asyncio.get_running_loop().create_future(), self._replica)
         question = DraftStep(fence, root, min(budget, MAX_HEAD_NODES), advance)
-        self._requests.put_nowait(drafter.draft_request_to_wire(question))
-        return answer
+        self._call.send(drafter.draft_request_to_wire(question))
+        return draft
 
     @property
     def still_opening(self) -> bool:
@@ -338,16 +338,16 @@ class HeadSession:
 
         offered: the target's tokens behind the root.
         """
-        self.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
+        found = offers(draft.tree, offered)
+        self.pool.calibration.observe([(log_prob, right) for _, _, _, log_prob, _, right in found])
         if draft.replica is not None and draft.replica.watch.expected and self._is_measured:
-            self.pool.judge(draft.replica, best_path(draft.tree, offered), draft.weights_version)
+            self.pool.judge(draft.replica, best_path(found), draft.weights_version)
 
     def collect(self) -> Draft:
         """What arrived of the tree asked for last, with calibrated scores; a malformed tree is dropped and counted."""
         draft, self._draft = self._draft, None
         if draft is None or draft.answer is None:
             return NO_DRAFT
-        draft.late = not draft.answer.done()
         try:
             validate(draft.tree, self.vocab_size, MAX_TREE_NODES, MAX_TREE_DEPTH)
         except TreeError as error:
@@ -390,9 +390,3 @@ class HeadSession:
             if self._replica.cool_down():
                 self.pool.metrics.benched.labels(self.pool.name).inc()
             self.close()
-
-
-async def _until_none(requests: asyncio.Queue[T | None]) -> AsyncIterator[T]:
-    """What is put into a queue, until None is."""
-    while (request := await requests.get()) is not None:
-        yield request

@@ -79,6 +79,7 @@ class Decoding:
                 step = self._begin(step, root)
         finally:
             self._catch_up()
+            self.output.flush(None)
         result = self.account.result
         result.accepted_prediction_tokens = len(self._came_true)
         result.rejected_prediction_tokens = len(self._tried - self._came_true)
@@ -112,22 +113,27 @@ class Decoding:
 
     async def _draft(self, step: Step) -> None:
         """Fill in the step's drafts; learn from the step before while nobody waits for this process's next message."""
-        call_soon = asyncio.get_running_loop().call_soon
+        loop = asyncio.get_running_loop()
         if not step.asked:
-            call_soon(self._catch_up)  # behind the verifier's question
+            loop.call_soon(self._catch_up)  # behind the verifier's question
             return
         asked = [(at, self.heads[at]) for at in step.asked]
         step.opening = any(head.still_opening for _, head in asked)
         deadline_s = self._draft_deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = self._fence(step, deadline_s)
-        answers = [(at, head.ask(fence, step.root, self._ids, step.budget)) for at, head in asked]
+        drafts = [(at, it) for at, head in asked if (it := head.ask(fence, step.root, self._ids, step.budget))]
         step.asked_at = time.perf_counter_ns()
-        call_soon(self._catch_up)  # behind the questions, which the step waits for
-        if waited := [answer for _, answer in answers if answer is not None]:
-            await asyncio.wait(waited, timeout=deadline_s)
-        for at, answer in answers:
-            if answer is not None:
-                step.drafts[at] = self.heads[at].collect()
+        loop.call_soon(self._catch_up)  # behind the questions, which the step waits for
+        timers = [loop.call_later(deadline_s, draft.give_up) for _, draft in drafts]
+        try:
+            for _, draft in drafts:
+                if draft.answer is not None:
+                    await draft.answer
+        finally:
+            for timer in timers:
+                timer.cancel()
+        for at, _ in drafts:
+            step.drafts[at] = self.heads[at].collect()
         step.drafted_at = time.perf_counter_ns()
 
     # --- verify ---

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from coppice.speculation.tree import DraftTree
 
 FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 FALSE_ALARMS = 1e-6
 """chance that a head which reaches what is expected is ever suspected, however long it serves"""
@@ -23,13 +22,28 @@ _SHARES = np.array([1 / 2, 1 / 8, 1 / 64])  # of what is expected: what a faulty
 _MOST = 0.999  # a head that is always right proves nothing with its first miss
 
 
-def _reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
-    """For each of the n + 1 nodes its depth where the path to it spells the text, else -1. The root is at depth 0."""
-    reached, end = [0], len(continuation)
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        depth = reached[parent]
-        reached.append(depth + 1 if 0 <= depth < end and continuation[depth] == token else -1)
-    return reached
+Offer = tuple[int, int, int, float, float, bool]
+"""a node whose parent spells the text: its number and its parent's, the parent's depth, its log-probability given the
+parent (at most 0), its score, and whether it spells the text, too"""
+
+
+def offers(tree: DraftTree, continuation: Sequence[int]) -> list[Offer]:
+    """The nodes of a head's own tree that the text says something about; the root, at depth 0, always spells it.
+
+    `continuation` is the target's tokens after the root: the accepted path and the next root. So a tree that was not
+    verified, or was pruned before it was, is judged like one that was.
+    """
+    found, depths, end = list[Offer](), {0: 0}, len(continuation)
+    scores = [0.0, *tree.log_probs.tolist()]
+    # Plain numbers: a step offers a handful of nodes, too few to pay for array calls.
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True), 1):
+        depth = depths.get(parent, end)
+        if depth < end:
+            right = token == continuation[depth]
+            if right:
+                depths[node] = depth + 1
+            found.append((node, parent, depth, min(scores[node] - scores[parent], 0.0), scores[node], right))
+    return found
 
 
 def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] | None:
@@ -38,22 +52,15 @@ def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] 
     `continuation` is the target's tokens after the root. The tree left it at the first node on it that has children
     none of which is the target's token; a text that leads to a leaf was drafted as far as the tree goes.
     """
-    reached = _reached(tree, continuation)
-    deepest = max(reached)
-    left = [parent for parent in tree.parents.tolist() if reached[parent] == deepest]
-    return (deepest, min(left)) if left and deepest < len(continuation) else None
+    found = offers(tree, continuation)
+    deepest = max([depth + right for _, _, depth, _, _, right in found], default=0)
+    left = [parent for _, parent, depth, *_ in found if depth == deepest]
+    return (deepest, min(left)) if left else None
 
 
-def outcomes(tree: DraftTree, continuation: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """What the text said about every node of a head's own tree: ((n,) offered, (n,) accepted).
-
-    `continuation` is the target's tokens after the root: the accepted path and the next root. A node was offered when
-    its parent spells the text (the root always does), and accepted when it does too. So a tree that was not verified,
-    or was pruned before it was, is judged like one that was.
-    """
-    reached = np.array(_reached(tree, continuation))
-    before = reached[tree.parents]
-    return (before >= 0) & (before < len(continuation)), reached[1:] >= 0
+def accepted(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
+    """The numbers of the nodes of a head's own tree that spell the target's tokens after the root."""
+    return [offer[0] for offer in offers(tree, continuation) if offer[-1]]
 
 
 def step_log_probs(tree: DraftTree) -> FloatArray:
@@ -62,20 +69,20 @@ def step_log_probs(tree: DraftTree) -> FloatArray:
     return np.minimum(scores[1:] - scores[tree.parents], 0.0)
 
 
-def best_path(tree: DraftTree, continuation: Sequence[int]) -> list[bool]:
+def best_path(found: Sequence[Offer]) -> list[bool]:
     """Return whether a head's best token was right at depth 1, 2, ..., as far as the best ones before it were.
 
-    `continuation` is the target's tokens after the root. The best of a node's children has the highest score.
+    The best of a node's children has the highest score.
     """
-    children, scores = tree.children(), [0.0, *tree.log_probs.tolist()]
+    best = dict[int, Offer]()
+    for offer in found:
+        parent, score = offer[1], offer[4]
+        if parent not in best or score > best[parent][4]:
+            best[parent] = offer
     path, at = list[bool](), 0
-    for token in continuation:
-        if not children[at]:
-            break
-        at = max(children[at], key=scores.__getitem__)
-        path.append(int(tree.tokens[at - 1]) == token)
-        if not path[-1]:
-            break
+    while at in best:
+        path.append(best[at][5])
+        at = best[at][0] if path[-1] else -1
     return path
 
 
@@ -93,6 +100,7 @@ class Calibration:
     PRIOR_NODES = 64
     MEMORY_STEPS = 512
     MAX_LOGIT = 8.0  # a probability nearer to 0 or 1 than 3e-4 is not told from it
+    _LEAST, _MOST = -math.log1p(math.exp(MAX_LOGIT)), -math.log1p(math.exp(-MAX_LOGIT))  # its log-probabilities
     MAX_CORRECTION = 20.0  # bounds scale and shift, and so every exponent below
     _PRIOR = (PRIOR_NODES / 4 * 4.0, 0.0, PRIOR_NODES / 4)  # that of nodes with logits of +-2
 
@@ -101,16 +109,16 @@ class Calibration:
         # Precision of (scale, shift), a symmetric 2 x 2 matrix: entries 00, 01 and 11.
         self._precision = self._PRIOR
 
-    def observe(self, step_log_probs: FloatArray, offered: BoolArray, accepted: BoolArray) -> None:
-        """Learn from one step: (n,) conditional log-probs, which nodes were offered, and which of them accepted."""
-        if not offered.any():
+    def observe(self, seen: Sequence[tuple[float, bool]]) -> None:
+        """Learn from one step: of each offered node its log-prob given its parent, and whether it was right."""
+        if not seen:
             return
-        seen = zip(self._logits(step_log_probs[offered]).tolist(), accepted[offered].tolist(), strict=True)
-        # Plain floats: a step offers a handful of nodes, too few to pay for array calls.
-        fade = 1 / self.MEMORY_STEPS
-        h00, h01, h11 = (h + fade * (prior - h) for h, prior in zip(self._precision, self._PRIOR, strict=True))
+        fade, h = 1 / self.MEMORY_STEPS, self._precision
+        h00, h01, h11 = (each + fade * (prior - each) for each, prior in zip(h, self._PRIOR, strict=True))
         g0 = g1 = 0.0
-        for x, was_accepted in seen:
+        for log_prob, was_accepted in seen:
+            q = min(max(log_prob, self._LEAST), self._MOST)
+            x = q - math.log(-math.expm1(q))
             error = was_accepted - 1 / (1 + math.exp(-(self.scale * x + self.shift)))
             g0, g1 = g0 + error * x, g1 + error
             h00, h01, h11 = h00 + x * x / 4, h01 + x / 4, h11 + 1 / 4
@@ -123,17 +131,12 @@ class Calibration:
 
     def of(self, tree: DraftTree) -> DraftTree:
         """The tree with calibrated cumulative log-probs."""
-        steps = -np.log1p(np.exp(-(self.scale * self._logits(step_log_probs(tree)) + self.shift)))
+        q = np.minimum(np.maximum(step_log_probs(tree), self._LEAST), self._MOST)
+        steps = -np.log1p(np.exp(-(self.scale * (q - np.log(-np.expm1(q))) + self.shift)))
         scores = [0.0]
         for step, parent in zip(steps.tolist(), tree.parents.tolist(), strict=True):
             scores.append(scores[parent] + step)
         return DraftTree(tree.tokens, tree.parents, np.array(scores[1:], np.float32))
-
-    def _logits(self, log_probs: FloatArray) -> FloatArray:
-        """log(q / (1 - q)) of each log q, bounded by MAX_LOGIT."""
-        with np.errstate(divide="ignore"):
-            logits = log_probs - np.log(-np.expm1(log_probs))
-        return np.clip(logits, -self.MAX_LOGIT, self.MAX_LOGIT)
 
 
 class AcceptanceWatch:

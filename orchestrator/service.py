@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import grpc
 
@@ -21,7 +21,7 @@ from coppice.speculation.policy import Policy, policy_names
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from coppice.wire.drafter import OpenDraft
-from coppice.wire.generation import ChatMessage, GenerationRequest, ModelDescription, Started
+from coppice.wire.generation import ChatMessage, Chunk, GenerationRequest, ModelDescription, Started
 from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
 from .answer import Account, Output
@@ -34,9 +34,8 @@ from .targets import TargetPool, TargetSession
 from .text import Encoder, TextCodec, TextStream, TokenBytes
 from .tokens import client_salt
 
-P = TypeVar("P")
-
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
+_EVENT_BYTES, _TOKEN_BYTES, _NODE_BYTES = 256, 32, 128  # of an event that waits to be read, about
 _PREDICTING = "lookup"  # kind of heads that draft from a prediction, and from a client's earlier texts
 
 
@@ -91,39 +90,40 @@ class GenerationServicer:
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """One answer."""
+        async with contextlib.aclosing(self.answer(message)) as events:
+            async for event in events:
+                yield generation.response_to_wire(event).SerializeToString()
 
-        def pack(event: StreamEvent) -> bytes:
-            return generation.response_to_wire(event).SerializeToString()
-
-        async with contextlib.aclosing(self.answer(message, pack, len)) as parts:
-            async for part in parts:
-                yield part
-
-    async def answer(
-        self, message: generation_pb2.GenerateRequest, pack: Callable[[StreamEvent], P], size: Callable[[P], int]
-    ) -> AsyncGenerator[P, None]:
-        """The events of one answer, each as `pack` makes it of `size` bytes. Raises CoppiceError.
+    async def answer(self, message: generation_pb2.GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
+        """The events of one answer. Raises CoppiceError.
 
         They are made beside the sending: no step waits for the client, and one that reads slowly holds bytes, not a
-        seat.
+        seat. Chunks that wait to be read become one.
         """
-        events: asyncio.Queue[P | None] = asyncio.Queue()
+        waiting, news = deque[StreamEvent](), asyncio.Event()
         unread = 0
 
         def send(event: StreamEvent) -> None:
             nonlocal unread
             if unread > _MOST_UNREAD_BYTES:
                 running.cancel()
-            part = pack(event)
-            unread += size(part)
-            events.put_nowait(part)
+            unread += _size(event)
+            waiting.append(event)
+            news.set()
 
         running = asyncio.create_task(self._answer(message, send))
-        running.add_done_callback(lambda _: events.put_nowait(None))
+        running.add_done_callback(lambda _: news.set())
         try:
-            while (part := await events.get()) is not None:
-                unread -= size(part)  # what is being sent does not wait: a part may be larger than the bound
-                yield part
+            while waiting or not running.done():
+                if not waiting:
+                    news.clear()
+                    await news.wait()
+                    continue
+                taken = [waiting.popleft()]
+                while waiting and _is_plain(taken[0]) and _is_plain(waiting[0]):
+                    taken.append(waiting.popleft())
+                unread -= sum(map(_size, taken))  # what is being sent does not wait: it may be larger than the bound
+                yield Chunk.joined(taken) if len(taken) > 1 else taken[0]  # type: ignore[arg-type]
             if running.cancelled():
                 raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
@@ -170,8 +170,9 @@ class GenerationServicer:
         opening = self._opening(request, account.id, prompt_tokens, layers)
         verifier, steps = TargetSession(self.verifiers, opening), self._step_policy(request, policy)
         stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
-        output = Output(request, stream, opening.stop_ids, send)
-        deadline_s = self.settings.orchestrator.draft_deadline_ms / 1e3
+        settings = self.settings.orchestrator
+        output = Output(request, stream, opening.stop_ids, send, settings.stream_interval)
+        deadline_s = settings.draft_deadline_ms / 1e3
         decoding = Decoding(request, ids, verifier, heads, steps, deadline_s, output, account)
         try:
             await decoding.run(lambda opened: send(_started(request, policy, prompt, opened)))
@@ -283,6 +284,17 @@ class GenerationServicer:
             version=coppice.__version__,
             repetition_penalty=self.target.repetition_penalty,
         )
+
+
+def _size(event: StreamEvent) -> int:
+    """About as many bytes as an event's part of the answer has."""
+    ids: Sequence[int] = getattr(event, "ids", ()) or getattr(event, "prompt_ids", ())
+    tree = getattr(event, "tree", None)
+    return _EVENT_BYTES + _TOKEN_BYTES * len(ids) + _NODE_BYTES * len(tree.tokens if tree else ())
+
+
+def _is_plain(event: StreamEvent) -> bool:
+    return isinstance(event, Chunk) and event.tree is None
 
 
 def _started(request: GenerationRequest, policy: Policy, prompt: list[int], opened: SessionOpened | None) -> Started:

@@ -114,6 +114,8 @@ class StepPolicy:
 
     def choose(self, step: Step) -> Choice:
         """Make the tree to verify of the drafts. The only tree that was asked for is taken as it is."""
+        if not step.asked:
+            return NOTHING
         if len(step.asked) == 1 and len(tree := step.drafts[step.asked[0]].scored):
             return Choice(prune(tree, step.budget)[0], step.asked[0])
         return self.policy.choose([draft.scored for draft in step.drafts], step.budget)

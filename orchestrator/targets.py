@@ -7,6 +7,7 @@ what is committed, and the step that failed is asked again: keyed noise makes it
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -33,7 +34,7 @@ from coppice.errors import (
 )
 from coppice.limits import MAX_TOKEN_ID
 from coppice.rpc.channels import Dialer, Stub
-from coppice.rpc.server import end_waits
+from coppice.rpc.link import LinkedCall
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 from coppice.wire.common import TopLogProbs, committed_hash
@@ -57,8 +58,6 @@ class Replica:
         self.address = address
         self.sessions = 0
         self.channel = dialer.open(address)
-        self.waits = set[asyncio.Timeout]()
-        """for its answers; they end when it stops answering"""
         self.cooling_until = 0.0
         self.silent = False
         """it left the latest looks unanswered"""
@@ -92,7 +91,6 @@ class Replica:
         if lost and not self.silent:
             self.silent = True
             log.warning("a replica does not answer", replica=self.address, why=str(error)[:200])
-            end_waits(self.waits)
 
 
 R = TypeVar("R", bound=Replica)
@@ -255,7 +253,7 @@ class TargetSession:
     def __init__(self, pool: TargetPool, opening: OpenSession) -> None:
         self._pool, self._opening = pool, opening
         self._replica: VerifierReplica | None = None
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: LinkedCall | None = None
         self._streams = 0
         self.exchanged = 0, 0
         """when the last question was encoded and when its answer came, of `perf_counter_ns`"""
@@ -263,6 +261,9 @@ class TargetSession:
         """it is open on the verifier that texts which begin like it go to"""
         self._losses = 0
         self._steps_before = 0  # that other streams of this request answered
+        # One timer outlives many questions: it looks again when the question that it was set for is answered.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s, self._until = 0.0, math.inf  # of the question that waits, of the event loop's clock
 
     @property
     def deadline_s(self) -> float:
@@ -329,7 +330,8 @@ class TargetSession:
         """One tree. Raises one of LOST when the session is to be opened again."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        step = replace(step, fence=replace(step.fence, step=step.fence.step - self._steps_before))
+        if self._steps_before:
+            step = replace(step, fence=replace(step.fence, step=step.fence.step - self._steps_before))
         answer = await self._exchange(step, self.deadline_s)
         assert isinstance(answer, Verdict)
         assert self._replica
@@ -344,7 +346,21 @@ class TargetSession:
         if self._call is not None and self._replica is not None:
             self._call.cancel()
             self._replica.sessions -= 1
-        self._call = self._replica = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._call = self._replica = self._timer = None
+
+    def _look(self, loop: asyncio.AbstractEventLoop, set_off: bool = True) -> None:
+        """Give the verifier up when the question's time is over, else look again by then."""
+        if set_off:
+            self._timer = None
+        if self._call is not None and self._replica is not None and loop.time() >= self._until:
+            late = f"the verifier at {self._replica.address} did not answer in {self._timeout_s:.1f} s"
+            self._call.inbox.end(DeadlineExceeded(late))
+        elif self._until < (self._timer.when() if self._timer else math.inf):
+            if self._timer:
+                self._timer.cancel()
+            self._timer = loop.call_at(self._until, self._look, loop)
 
     async def _exchange(self, question: OpenSession | VerifyStep, timeout_s: float) -> SessionOpened | Verdict:
         """Ask and return an answer of the question's kind. One that does not fit the question is InternalError."""
@@ -352,24 +368,19 @@ class TargetSession:
         if call is None or replica is None:
             raise Unavailable("the session is not open")
         message = verifier.verify_request_to_wire(question)
+        loop = asyncio.get_running_loop()
+        self._timeout_s, self._until = timeout_s, loop.time() + timeout_s
+        self._look(loop, set_off=False)
         try:
-            async with asyncio.timeout(timeout_s) as wait:
-                replica.waits.add(wait)
-                sent = time.perf_counter_ns()
-                try:
-                    await call.write(message)
-                    answer = await call.read()
-                finally:
-                    replica.waits.discard(wait)
-        except TimeoutError:
-            fault = "stopped answering" if replica.silent else f"did not answer in {timeout_s:.1f} s"
-            raise DeadlineExceeded(f"the verifier at {replica.address} {fault}") from None
-        except asyncio.InvalidStateError:  # written to a stream that has ended: its status says why
-            raise await _ending(call) from None
+            sent = time.perf_counter_ns()
+            call.send(message)
+            answer = await call.read()
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+        finally:
+            self._until = math.inf
         if answer is grpc.aio.EOF:
-            raise await _ending(call)
+            raise Unavailable("the verifier ended the session")
         self.exchanged = sent, time.perf_counter_ns()
         vocab_size = target.vocab_size if target else MAX_TOKEN_ID + 1
         try:
@@ -383,13 +394,6 @@ class TargetSession:
         except InvalidField as error:
             raise InternalError(f"the verifier at {replica.address} answered wrongly: {error}") from None
         return read
-
-
-async def _ending(call: grpc.aio.StreamStreamCall) -> CoppiceError:
-    code, details = await call.code(), await call.details()
-    if code is grpc.StatusCode.OK:
-        return Unavailable("the verifier ended the session")
-    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details))
 
 
 def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) -> None:
@@ -409,10 +413,9 @@ def _check_opened(opened: SessionOpened, opening: OpenSession, vocab_size: int) 
 def _check_verdict(verdict: Verdict, step: VerifyStep, opening: OpenSession, vocab_size: int) -> None:
     """Raise InvalidField unless it accepts a path of the step's tree, and fence and next root are those behind it."""
     accepted, root, before, fence = verdict.accepted, verdict.next, step.fence, verdict.fence
-    parents = [-1, *step.tree.parents.tolist()]
-    nodes = range(1, len(parents))
-    is_path = all(node in nodes and parents[node] == at for at, node in zip((0, *accepted), accepted, strict=False))
-    ids = [step.root, *step.tree.tokens[np.array(accepted if is_path else (), np.int64) - 1].tolist()]
+    tokens, parents, nodes = step.tree.tokens, step.tree.parents, range(1, len(step.tree) + 1)
+    is_path = all(node in nodes and parents[node - 1] == at for at, node in zip((0, *accepted), accepted, strict=False))
+    ids = [step.root, *(int(tokens[node - 1]) for node in accepted if is_path)]
     committed = before.step, before.committed_len + len(ids), committed_hash(ids, before.committed_hash)
     ended = committed[1] >= opening.max_len or (len(ids) > 1 and ids[-1] in opening.stop_ids)
     _require(

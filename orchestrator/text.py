@@ -138,7 +138,7 @@ class TextStream:
         return self.tokens.join(self._before + self._pieces)[len(self.tokens.join(self._before)) :]
 
     def _search(self, text: str) -> tuple[str, bool]:
-        if self._least >= 0:
+        if self._least >= 0 or not self._stops:
             return text, False
         text, self._held = self._held + text, ""
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]

@@ -27,7 +27,7 @@ from coppice.heads.ngram import sample_chain
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
-from orchestrator.outcomes import Calibration, outcomes, step_log_probs
+from orchestrator.outcomes import Calibration, offers, step_log_probs
 from services.verifier.session import pq_draws, walk
 from tests import reference
 from tests.reference import keyed
@@ -115,7 +115,7 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
         text += accepted
         text.append(_root(tables, text, params))
         for calibration, own in zip(calibrations, trees, strict=True):
-            calibration.observe(step_log_probs(own), *outcomes(own, [*accepted, text[-1]]))
+            calibration.observe([(offer[3], offer[5]) for offer in offers(own, [*accepted, text[-1]])])
     return text[len(prompt) : len(prompt) + LENGTH]
 
 

@@ -135,10 +135,10 @@ class Feeder:
         self.followed += 1
         try:
             for item in self.rows(request):
-                yield fed_to_wire(item)
+                yield b"".join(fed_to_wire(item))
             await self.go.wait()
             for commit in self.commits:
-                yield fed_to_wire(commit)
+                yield b"".join(fed_to_wire(commit))
             if self.hangs:
                 await asyncio.Event().wait()
         finally:

@@ -33,7 +33,7 @@ COLOURS = {
 def traced() -> list[tuple[str, Span]]:
     """Spans of the fastest of a few answers of the demo: the least disturbed one."""
     with collecting() as (collector, endpoint):
-        told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": 0.0}
+        told = {"telemetry.otlp_endpoint": endpoint}
         extra = dict.fromkeys(("verifier", "drafter", "orchestrator"), told)
         heads = tuple(map(HeadSpec.shipped, HEADS))
         with Stack(StackSpec.demo(heads=heads, verifier_threads=1, drafter_threads=1, extra=extra)) as stack:

@@ -96,7 +96,6 @@ class TelemetrySettings(Section):
         description="collector of OpenTelemetry that takes OTLP by gRPC, http://HOST:PORT or https://HOST:PORT, or a "
         "folder, file:FOLDER, where each process writes its spans as JSON lines when it ends",
     )
-    sample: float = Field(1.0, ge=0, le=1, description="share of requests traced whose caller does not say")
 
 
 class TlsSettings(Section):
@@ -206,6 +205,7 @@ class OrchestratorSettings(Section):
         0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
     )
     failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
+    stream_interval: int = Field(1, ge=1, le=64, description="steps whose tokens a client is sent together")
     http_port: int = Field(
         -1, ge=-1, le=65535, description="port of OpenAI's API over HTTP; 0 takes a free one, -1 serves none"
     )

@@ -59,6 +59,7 @@ REPLACED = {
     "drafter.vocab_size": "it is that of drafter.target",
     "drift": "set adapter.policy and adapter.interval",
     "learner": "set adapter.interval and adapter.device",
+    "telemetry.sample": "set OpenTelemetry's OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG",
     "tls.operators": "give their certificates the name operator",
 }
 """What stands in for a setting, or a section, that is gone."""

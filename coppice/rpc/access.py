@@ -23,11 +23,13 @@ log = structlog.get_logger()
 
 ACCESS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "coppice.v1.VerifierService": {
+        "Link": frozenset({"orchestrator", "drafter"}),
         "Verify": frozenset({"orchestrator"}),
         "FetchFeatures": frozenset({"drafter"}),
         "DescribeTarget": frozenset({"orchestrator"}),
     },
     "coppice.v1.DrafterService": {
+        "Link": frozenset({"orchestrator"}),
         "Draft": frozenset({"orchestrator"}),
         "DescribeHead": frozenset({"orchestrator", "adapter"}),
         "SyncWeights": frozenset({"adapter"}),

@@ -21,6 +21,7 @@ from coppice.errors import InvalidField
 from coppice.limits import MESSAGE_BYTES
 from coppice.rpc import tracing
 from coppice.rpc.access import SERVED_BY, Certificates, is_loopback
+from coppice.rpc.link import LINK, LINKED, Link
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 HEAD = "coppice-head-bin"
@@ -103,7 +104,28 @@ class GuardedChannel(_Guarded):
 
 
 class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel"]):
-    """For callers on an event loop; an async context manager."""
+    """For callers on an event loop; an async context manager. Sessions share a link."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._links: dict[Any, Link] = {}  # by the channel that carries it
+
+    def _call(self, kind: str, method: Any, codecs: Any, *request: Any, metadata: Any = None, **options: Any) -> Any:
+        if method[0] not in LINKED:
+            return super()._call(kind, method, codecs, *request, metadata=metadata, **options)
+        service, name = method[0].strip("/").split("/")
+        channel = self._channel(service)
+        link = self._links.get(channel)
+        if link is None or link.is_over:
+            stream = channel.stream_stream(f"/{service}/{LINK}")(metadata=self._metadata)
+            self._links = {each: other for each, other in self._links.items() if not other.is_over}
+            link = self._links[channel] = Link(stream, self._address)
+        trace = dict(tracing.metadata() if metadata is None else metadata)
+        serialize, deserialize = (codecs.get(each) or bytes for each in ("request_serializer", "response_deserializer"))
+        call = link.session(name, trace, serialize, deserialize)
+        for message in request:
+            call.send(message)
+        return call
 
     async def close(self) -> None:
         """End the calls of the channels in use."""

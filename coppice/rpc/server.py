@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,11 +24,21 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from coppice import failpoints
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
+from coppice.errors import (
+    RETRY_HINT,
+    CoppiceError,
+    DeadlineExceeded,
+    InvalidField,
+    Overloaded,
+    Status,
+    Unavailable,
+    Unimplemented,
+)
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
 from coppice.rpc.directory import Registry
+from coppice.rpc.link import LINK, LINKED, Inbox, ServedLink
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -46,15 +56,8 @@ T = TypeVar("T")
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
-class Unreadable:
-    """Stands for a request that cannot be read: grpc would send the parser's text to the client."""
-
-    def __init__(self, reason: str) -> None:
-        self.error = InvalidField("request", reason)
-
-
 def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
-    """A function that makes a method's request of bytes, or an Unreadable.
+    """A function that makes a method's request of bytes, or an InvalidField: grpc would send the parser's text.
 
     The parts of a large message are counted before any of them becomes an object: an empty element of a repeated field
     is two bytes on the wire and a hundred as an object.
@@ -65,10 +68,10 @@ def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         try:
             if len(data) > SMALL_BYTES and _count(data, 0, len(data), described, MAX_PARTS) > MAX_PARTS:
-                return Unreadable(f"has more than {MAX_PARTS} parts")
+                return InvalidField("request", f"has more than {MAX_PARTS} parts")
             return message.FromString(data)
         except Exception:
-            return Unreadable("the bytes are not a message of this method")
+            return InvalidField("request", "the bytes are not a message of this method")
 
     return parse
 
@@ -108,13 +111,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        if isinstance(request, Unreadable):
-            raise request.error
+        if isinstance(request, InvalidField):
+            raise request
         yield request
 
 
 @contextlib.asynccontextmanager
-async def within(seconds: float, late: CoppiceError) -> AsyncIterator[None]:
+async def within(seconds: float | None, late: CoppiceError) -> AsyncIterator[None]:
     """Raise `late` when the block takes longer."""
     try:
         async with asyncio.timeout(seconds) as timeout:
@@ -187,42 +190,56 @@ class Door:
     """raises Overloaded while no streamed answer can begin; it is asked before the call's message is read"""
     message_s: float = health.MESSAGE_S
     """longest wait for the message of a call that has one"""
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when links end that carry no session"""
 
 
-def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> grpc.RpcMethodHandler:
-    """Every request is read as a stream: what a call brings is then ours to bound, one message or many."""
+def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: bool = False) -> Handler:
+    """Serve a call, or a session of a link, behind the door.
+
+    Every request is read as a stream: what a call brings is then ours to bound, one message or many.
+    """
     idle_s = door.limits.idle_s
     message_s = min(idle_s, door.message_s)
+    is_link = method.name == LINK
 
     @contextlib.asynccontextmanager
     async def admitted(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        async with _guard(context, method.full_name), _read_out(requests), door.access.admit(method, context):
+        last_words = contextlib.nullcontext() if linked else _read_out(requests)
+        async with _guard(context, method.full_name), last_words, door.access.admit(method, context):
             if door.full is not None and method.server_streaming:
                 door.full()
             late = DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s")
             with tracing.serving(method.full_name, context.invocation_metadata()):
-                async with within(door.limits.call_s, late):
+                async with within(None if is_link else door.limits.call_s, late):
                     yield
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        checked = _checked(requests)
+        checked = requests if linked or is_link else _checked(requests)
         return behaviour(checked if method.client_streaming else await _only(checked, message_s), context)
 
-    async def unary(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+    async def awaited(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         async with admitted(requests, context):
             return await (await called(requests, context))
 
     async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         async with admitted(requests, context), contextlib.aclosing(await called(requests, context)) as responses:
             async for response in responses:
-                await _sent(context, response, idle_s)
+                await (context.write(_serialize(response)) if linked else _sent(context, response, idle_s))
 
-    make, guarded = (
-        (grpc.stream_stream_rpc_method_handler, stream)
-        if method.server_streaming
-        else (grpc.stream_unary_rpc_method_handler, unary)
-    )
-    return make(guarded, request_deserializer=parser(method), response_serializer=_serialize)
+    return stream if method.server_streaming and not is_link else awaited
+
+
+def _link(linked: Mapping[MethodDescriptor, Handler], door: Door) -> Handler:
+    """The method Link of a service, which carries the sessions of these methods."""
+    sessions = {method.name: _guarded(method, behaviour, door, linked=True) for method, behaviour in linked.items()}
+    parsers = {method.name: parser(method) for method in linked}
+    most = most_calls(door.limits)
+    return lambda requests, context: ServedLink(sessions, parsers, most).serve(requests, context, door.draining)
+
+
+def _unlinked(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+    raise Unimplemented(f"sessions are parts of a link: call {LINK}")
 
 
 def _serialize(response: Any) -> bytes:
@@ -250,8 +267,21 @@ def add_service(
     is UNIMPLEMENTED.
     """
     door = door or Door()
-    methods = [method for method in service.methods if hasattr(servicer, method.name)]
-    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), door) for method in methods}
+    served = {method: getattr(servicer, method.name) for method in service.methods if hasattr(servicer, method.name)}
+    linked = {
+        method: behaviour for method, behaviour in served.items() if f"/{service.full_name}/{method.name}" in LINKED
+    }
+    if linked:
+        served |= {**dict.fromkeys(linked, _unlinked), service.methods_by_name[LINK]: _link(linked, door)}
+    handlers = {}
+    for method, behaviour in served.items():
+        answer = "stream" if method.server_streaming else "unary"
+        make = getattr(grpc, f"stream_{answer}_rpc_method_handler")
+        handlers[method.name] = make(
+            _guarded(method, behaviour, door),
+            request_deserializer=parser(method),
+            response_serializer=bytes if method.name == LINK else _serialize,
+        )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -305,8 +335,36 @@ class StreamWaits:
                 finally:
                     self._waiting.discard(wait)
         except TimeoutError:
-            reason = "the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s"
-            raise Unavailable(reason) from None
+            raise self._end() from None
+
+    def _end(self) -> Unavailable:
+        return Unavailable("the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s")
+
+    async def listen(self, messages: Inbox, take: Callable[[Any], None]) -> None:
+        """Have `take` called with every message, as `Inbox.listen`; one that is not answered may still be.
+
+        Raises Unavailable when idle too long or draining, and what `take` raises.
+        """
+        if self.draining.is_set():
+            raise self._end()
+        while True:
+            try:
+                async with asyncio.timeout(self.idle_s) as wait:
+                    self._waiting.add(wait)
+                    try:
+                        return await messages.listen(take)
+                    finally:
+                        self._waiting.discard(wait)
+            except TimeoutError:
+                idle_s = asyncio.get_running_loop().time() - messages.latest
+                if not messages.is_busy and (self.draining.is_set() or idle_s >= self.idle_s):
+                    raise self._end() from None
+
+    def answered(self, messages: Inbox) -> None:
+        """Note that what came is answered: while the server drains, nothing more is taken."""
+        messages.answered()
+        if self.draining.is_set():
+            messages.end(self._end())
 
     async def end_on_drain(self) -> None:
         """Wait for the drain and end every waiting stream; run this as a task beside the server."""
@@ -364,7 +422,7 @@ class Serving:
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         services = {service: servicer, **beside}
         for each, each_servicer in services.items():
-            add_service(self.server, each, each_servicer, Door(self.access, self.limits, full))
+            add_service(self.server, each, each_servicer, Door(self.access, self.limits, full, draining=self.draining))
         add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
         self._services = [each.full_name for each in services]
         host = self.settings.host

@@ -42,13 +42,11 @@ def start(settings: TelemetrySettings, service: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import set_tracer_provider
     except ImportError:
         raise InvalidField("telemetry.otlp_endpoint", "needs the extra: in a checkout pip install '.[otel]'") from None
     resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
-    sampler = ParentBased(TraceIdRatioBased(settings.sample))
-    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)  # gRPC sends nothing that late
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # gRPC sends nothing that late
     folder = settings.otlp_endpoint.removeprefix("file:")
     if folder == settings.otlp_endpoint:
         exported = BatchSpanProcessor(OTLPSpanExporter(settings.otlp_endpoint, timeout=_EXPORT_S))

@@ -119,3 +119,40 @@ class TopLogProbs(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
+
+class Item(_message.Message):
+    __slots__ = ("session", "method", "trace", "message", "end")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    method: str
+    trace: _containers.ScalarMap[str, str]
+    message: bytes
+    end: End
+    def __init__(self, session: _Optional[int] = ..., method: _Optional[str] = ..., trace: _Optional[_Mapping[str, str]] = ..., message: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("code", "details", "retry_after_ms")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    details: str
+    retry_after_ms: str
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., retry_after_ms: _Optional[str] = ...) -> None: ...

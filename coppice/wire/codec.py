@@ -10,6 +10,7 @@ import math
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union
@@ -196,6 +197,17 @@ class OneOf(Generic[T, M]):
 def array(values: Any, dtype: type[np.generic]) -> NDArray[Any]:
     """The (n,) values of a repeated field, in the way that is faster for so many."""
     return np.fromiter(values, dtype, len(values)) if len(values) < 64 else np.array(values, dtype)
+
+
+@lru_cache(1 << 14)
+def varint(number: int) -> bytes:
+    """A number as protobuf writes lengths."""
+    digits = bytearray()
+    while number > 127:
+        digits.append(number & 127 | 128)
+        number >>= 7
+    digits.append(number)
+    return bytes(digits)
 
 
 def check_each(field: str, values: Any, low: float, high: float) -> None:

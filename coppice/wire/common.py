@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
-from coppice.wire.codec import Among, AsLongAs, Conversion, Length, Within, array, carried_by
+from coppice.wire.codec import Among, AsLongAs, Conversion, Length, Within, array, carried_by, codec, varint
 
 ANYWHERE = Length(0, limits.MAX_CONTEXT)
 NODES = Length(0, limits.MAX_TREE_NODES)
@@ -186,3 +186,37 @@ DefaultPenalty = Annotated[
     Conversion(None, lambda owner, name, path: getattr(owner, name) or 1.0),
 ]
 """The repetition penalty of requests that set none, as a server describes it; one that knows of none has 1."""
+
+
+@carried_by(common.End)
+class End:
+    """How a session of a link ended: the number of a gRPC status; retry_after_ms is a number or empty."""
+
+    code: int = 0
+    details: str = ""
+    retry_after_ms: str = ""
+
+
+read_frame: Callable[[bytes], Any] = common.Frame.FromString
+_END = codec(End)
+
+
+def begin_item(session: int, method: str, trace: Mapping[str, str]) -> tuple[bytes, ...]:
+    """The first item of a session, as a part of a frame."""
+    return _element(common.Item(session=session, method=method, trace=trace))
+
+
+def message_item(session: int, *message: bytes) -> tuple[bytes, ...]:
+    """A message of a session, which comes in parts, as parts of a frame: protobuf would copy it three times."""
+    size = sum(map(len, message))
+    header = b"\x08" + varint(session) + b"\x22" + varint(size)  # Item.session and Item.message
+    return b"\x0a" + varint(len(header) + size) + header, *message  # of Frame.items
+
+
+def end_item(session: int, end: End) -> tuple[bytes, ...]:
+    """A side's last item of a session, as a part of a frame."""
+    return _element(common.Item(session=session, end=_END.fields(end)))
+
+
+def _element(item: common.Item) -> tuple[bytes, ...]:
+    return (common.Frame(items=[item]).SerializeToString(),)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, replace
 from enum import IntEnum
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from coppice import limits
@@ -151,7 +152,7 @@ def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
 
 @carried_by(generation.Chunk)
 class Chunk:
-    """Tokens of one commit. `pieces` are the text of each id's contribution; joined they are `text`."""
+    """Tokens of one commit or of several. `pieces` are the text of each id's contribution; joined they are `text`."""
 
     text: str
     ids: tuple[int, ...]
@@ -162,6 +163,13 @@ class Chunk:
     top: Annotated[tuple[TopLogProbs, ...], AsLongAs("ids")] = ()
     others: tuple[StepTree, ...] = ()
     """of the heads that lost the routing; accepted are the nodes that the target said too"""
+
+    @classmethod
+    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """Several without trees, one behind the other, as one."""
+        text, *rows = zip(*((c.text, c.ids, c.origins, c.pieces, c.log_probs, c.top) for c in chunks), strict=True)
+        ids, origins, pieces, log_probs, top = (tuple(chain.from_iterable(row)) for row in rows)
+        return cls("".join(text), ids, origins, pieces, log_probs, None, top)
 
 
 @carried_by(generation.GenerateTimings, frozen=False)

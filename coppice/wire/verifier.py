@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.v1 import verifier_pb2 as verifier
-from coppice.wire.codec import Length, OneOf, Within, carried_by, codec
+from coppice.wire.codec import Length, OneOf, Within, carried_by, codec, varint
 from coppice.wire.common import (
     ANYWHERE,
     NODES,
@@ -220,12 +220,17 @@ def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
     return _REF.read(message.ref, "ref.")
 
 
-def fed_to_wire(item: Features | Commit) -> verifier.FetchFeaturesResponse:
-    """Feature rows, or a commit with its own, to their message."""
-    if isinstance(item, Features):
-        return verifier.FetchFeaturesResponse(features=_FEATURES.fields(item))
-    features = _FEATURES.fields(item.features) if item.features else None
-    return verifier.FetchFeaturesResponse(commit=_COMMIT.fields(item), features=features)
+def fed_to_wire(item: Features | Commit) -> tuple[bytes, ...]:
+    """Feature rows, or a commit with its own, to the parts of a FetchFeaturesResponse: rows are not copied."""
+    features, commit = (item.features, _COMMIT.fields(item)) if isinstance(item, Commit) else (item, None)
+    head = verifier.FetchFeaturesResponse(commit=commit).SerializeToString()
+    if features is None:
+        return (head,)
+    rows = features.inline or b""
+    fields = _FEATURES.to_wire(replace(features, inline=None)).SerializeToString()
+    prefix = b"\x0a" + varint(len(rows))  # Features.inline, which goes last, as FetchFeaturesResponse.features does
+    size = len(fields) + len(prefix) + len(rows)
+    return head + b"\x0a" + varint(size) + fields + prefix, rows
 
 
 def read_fed(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Features | Commit:

@@ -30,7 +30,6 @@ Events = AsyncGenerator[tuple[int, StreamEvent], None]
 """of all choices of a request, each with its choice's index"""
 
 _PING_S = 15  # between two signs of life in a stream
-_EVENT_BYTES, _TOKEN_BYTES, _NODE_BYTES = 256, 32, 128  # of an event that waits to be read, about
 
 
 class Answering:
@@ -83,17 +82,10 @@ class Answering:
             raise failures.exceptions[0] from None
 
     async def _decode(self, index: int, request: GenerationRequest, send: SendStream) -> None:
-        answer = self._service.answer(request_to_wire(request), lambda event: event, _size)
+        answer = self._service.answer(request_to_wire(request))
         async with contextlib.aclosing(answer):
             async for event in answer:
                 await send.send((index, event))
-
-
-def _size(event: StreamEvent) -> int:
-    """About as many bytes as an event's part of the answer has."""
-    tree = getattr(event, "tree", None)
-    nodes = len(tree.tokens) if tree else 0
-    return _EVENT_BYTES + _TOKEN_BYTES * len(getattr(event, "ids", ())) + _NODE_BYTES * nodes
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -120,6 +121,8 @@ class Following:
         self._last: DraftStep | None = None  # the client's
         self._ahead: _Ahead | None = None
         self._leads = 0  # drafts begun unasked
+        self._asked = deque[tuple[DraftStep, int]]()  # steps that wait for features, and those behind
+        self._asking: asyncio.Task[None] | None = None
         self._ref: FeatureRef | None = None  # the session that is followed
         self._rows = bytearray()  # features of the positions _given.._end-1, if the head reads any
         self._end = 0
@@ -147,14 +150,42 @@ class Following:
             raise InvalidField("open.features", f"begin at position {ref.start} of {end} committed ids")
         self._given = ref.start if reads else end
         self._follow(ref, "open.features.ref")
-        features = await self._features(ref, end, OPEN_S) if reads else None
+        if reads:
+            await self._come(ref, end, OPEN_S)
         self._opened = True
-        return replace(opening, features=features)
+        return replace(opening, features=self._take(end) if reads else None)
 
-    async def ask(self, step: DraftStep, arrived: int) -> None:
-        """Take the client's step, which came at `arrived` of `perf_counter_ns`. Raises InvalidField, Unavailable."""
-        if self._closed:
-            return
+    def ask(self, step: DraftStep, arrived: int) -> None:
+        """Take the client's step, which came at `arrived` of `perf_counter_ns`. Raises InvalidField.
+
+        One that has to wait for features goes on when they are here, and so do the steps behind it.
+        """
+        self._asked.append((step, arrived))
+        if (self._asking is None or self._asking.done()) and (wait := self._take_asked()):
+            self._asking = asyncio.create_task(self._catch_up(*wait))
+
+    async def _catch_up(self, ref: FeatureRef, end: int) -> None:
+        """Wait for the features that a step needs, then give it to the worker."""
+        wait: tuple[FeatureRef, int] | None = (ref, end)
+        try:
+            while wait:
+                await self._come(*wait, STEP_S)
+                wait = self._take_asked()
+        except Exception as error:
+            self._session.answer(error)
+
+    def _take_asked(self) -> tuple[FeatureRef, int] | None:
+        """Do what the steps ask that wait; what one of them needs features of, None: nothing is left. Raises
+        InvalidField.
+        """
+        while self._asked and not self._closed:
+            step, arrived = self._asked[0]
+            if (wait := self._ask(step, arrived)) is not None:
+                return wait
+            self._asked.popleft()
+        return None
+
+    def _ask(self, step: DraftStep, arrived: int) -> tuple[FeatureRef, int] | None:
         ref, own = step.advance.features.ref if step.advance.features else None, self._ref
         if ref is not None and not (own and (own.verifier, own.session) == (ref.verifier, ref.session)):
             self._follow(ref, "step.advance.features.ref")
@@ -162,20 +193,24 @@ class Following:
         if ahead is not None and ahead.answers(step):
             ahead.fence = fence
             for delta in ahead.deltas:
-                self._session.answers.put_nowait(delta)
+                self._session.answer(delta)
             ahead.deltas.clear()
-            return
+            return None
         self._ahead = None
         new = fence.committed_len - self._given
         if new < 0:
-            self._session.answers.put_nowait(TreeDelta(fence, DraftTree.empty(), last=True))  # the text has gone on
-            return
+            self._session.answer(TreeDelta(fence, DraftTree.empty(), last=True))  # the text has gone on
+            return None
         ids = step.advance.ids[max(0, len(step.advance.ids) - new) :]
         features = None
         if ids and self._ref is not None and self._head.feature_layers:
-            features = await self._features(self._ref, self._given + len(ids), STEP_S)
+            end = self._given + len(ids)
+            if self._end < end:
+                return self._ref, end
+            features = self._take(end)
         self._given = fence.committed_len
         self._give(replace(step, advance=Advance(ids, features, step.advance.rejection)), arrived)
+        return None
 
     def answer(self, delta: TreeDelta) -> TreeDelta | None:
         """A part of a draft as the client is to have it; None while it has not asked, or when it asked another one."""
@@ -193,6 +228,8 @@ class Following:
         """Follow no more."""
         self._closed = True
         self._stop()
+        if self._asking is not None:
+            self._asking.cancel()
 
     def _give(self, step: DraftStep, arrived: int) -> None:
         self._session.sent += 1
@@ -243,8 +280,8 @@ class Following:
         elif task is not None:
             task.cancel()
 
-    async def _features(self, ref: FeatureRef, end: int, within_s: float) -> Features:
-        """Features of the positions up to `end`, excluded, that the head was not given, as soon as they have come.
+    async def _come(self, ref: FeatureRef, end: int, within_s: float) -> None:
+        """Wait for features of the positions up to `end`, excluded, that the head was not given.
 
         A stream that has ended is begun once more. Raises Unavailable, InvalidField.
         """
@@ -259,7 +296,7 @@ class Following:
         except TimeoutError:
             self._reason = f"not in {within_s:g} s"
         if self._end >= end > self._given:  # else the first rows that there are lie behind them
-            return self._take(end)
+            return
         if isinstance(self._reason, InvalidField) and self._reason.field.startswith(("open.", "step.")):
             raise self._reason
         raise Unavailable(f"no features from the verifier at {ref.verifier}: {self._reason}")
@@ -267,11 +304,11 @@ class Following:
     def _take(self, end: int) -> Features:
         """Features of the positions up to `end`, which have come; they are kept no longer."""
         start, count = self._given, end - self._given
-        size = len(self._rows) // (self._end - start) * count
-        features = Features(start, count, self._dtype, bytes(self._rows[:size]))
-        del self._rows[:size]
+        rows, size = self._rows, len(self._rows) // (self._end - start) * count
+        self._rows = rows[size:]
+        del rows[size:]
         self._given = end
-        return features
+        return Features(start, count, self._dtype, rows)
 
     async def _read(self, ref: FeatureRef) -> None:
         """Take what the verifier sends, until it ends, or skips positions, or nobody asks for what it sends."""

@@ -1,4 +1,4 @@
-"""DrafterService on the wire: one session is one stream. And what serves it: the heads of a process."""
+"""DrafterService on the wire: sessions live on links. And what serves them: the heads of a process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from coppice.adaptation.signals import Producer, SignalMetrics
 from coppice.config.settings import Settings
-from coppice.engine.batching import BatchingThread
+from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer
 from coppice.rpc.directory import directory
+from coppice.rpc.link import Context, Inbox
 from coppice.rpc.server import Serving, StreamWaits
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
@@ -42,7 +43,7 @@ from coppice.wire.drafter import (
 
 from .following import Following, LocalVerifier, Verifiers
 from .samples import Samples
-from .worker import Session, Worker
+from .worker import Answer, Worker
 
 log = structlog.get_logger()
 
@@ -121,7 +122,6 @@ class DrafterServicer:
         """workers: of the heads, by their pools' names."""
         self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
         self._syncs = {name: WeightSync(worker, waits) for name, worker in workers.items()}
-        self._readers: set[asyncio.Task[None]] = set()
 
     def _named(self, context: grpc.aio.ServicerContext) -> str:
         """The head that a call's metadata name, or the only one. Raises InvalidField, Unavailable."""
@@ -135,7 +135,7 @@ class DrafterServicer:
             raise Unavailable(f"the head {name} has failed")
         return name
 
-    async def Draft(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def Draft(self, requests: Inbox, context: Context) -> AsyncIterator[Any]:
         """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
         message = await self._waits.next(requests)
         if message is None:
@@ -147,62 +147,42 @@ class DrafterServicer:
         if worker.sessions >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
         trace, began = tracing.current(), time.perf_counter_ns()
-        session = worker.admit_session()
+        opened: asyncio.Future[DraftOpened] = asyncio.get_running_loop().create_future()
+        session = worker.admit_session(partial(settle, opened))
         following = Following(worker, session, self._verifiers)
+
+        def take(message: Any) -> None:
+            arrived, step = time.perf_counter_ns(), read_draft_request(message, worker.description.vocab_size)
+            if not isinstance(step, DraftStep):
+                raise InvalidField("kind", "the session is open already")
+            session.check_backlog()
+            session.newest, requests.is_busy = step.fence.step, True
+            following.ask(step, arrived)
+
+        def answer(part: Answer) -> None:
+            if isinstance(part, TreeDelta) and (delta := following.answer(part)) is not None:
+                woken = time.perf_counter_ns()
+                message = draft_response_to_wire(delta).SerializeToString()
+                encoded = time.perf_counter_ns()
+                context.send(message)
+                if trace is not None and delta.last:
+                    _add_draft(trace, delta, *session.drafting, woken, encoded)
+                if delta.last and delta.fence.step == session.newest:
+                    session.newest = None
+                    self._waits.answered(requests)
+            elif isinstance(part, Exception):
+                requests.end(part)
+
         try:
             worker.open(session, await following.open(opening, not opening.want_misses))
-            while not session.finished:
-                answer = await session.answers.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                if isinstance(answer, TreeDelta):
-                    answer = following.answer(answer)
-                if answer is None:
-                    continue
-                woken = time.perf_counter_ns()
-                if isinstance(answer, DraftOpened):
-                    # Steps are read only now: until then they wait in the transport, which bounds them.
-                    # The reader is not cancelled: its last read ends with the call, as the server's own does.
-                    reader = asyncio.create_task(self._read_steps(requests, worker, session, following))
-                    self._readers.add(reader)
-                    reader.add_done_callback(self._readers.discard)
-                elif answer.last and answer.fence.step == session.newest:
-                    session.newest = None
-                message = draft_response_to_wire(answer)
-                encoded = time.perf_counter_ns()
-                yield message
-                if trace is not None and isinstance(answer, DraftOpened):
-                    trace.add("open", began, woken)
-                elif trace is not None and isinstance(answer, TreeDelta) and answer.last:
-                    _add_draft(trace, answer, *session.drafting, woken, encoded)
-            if session.end is not None:
-                raise session.end
+            yield draft_response_to_wire(await opened)
+            if trace is not None:
+                trace.add("open", began, time.perf_counter_ns())
+            session.answer = answer
+            await self._waits.listen(requests, take)
         finally:
             following.close()
             worker.close(session)
-
-    async def _read_steps(
-        self, requests: AsyncIterator[Any], worker: Worker, session: Session, following: Following
-    ) -> None:
-        """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
-        vocab_size = worker.description.vocab_size
-        try:
-            while True:
-                try:
-                    message = await self._waits.next(requests)
-                except Unavailable as error:
-                    return session.finish(error)  # the current step is still answered
-                if message is None:
-                    return session.finish(None)
-                arrived = time.perf_counter_ns()
-                step = read_draft_request(message, vocab_size)
-                if not isinstance(step, DraftStep):
-                    raise InvalidField("kind", "the session is open already")
-                session.check_backlog()
-                session.newest = step.fence.step
-                await following.ask(step, arrived)
-        except Exception as error:
-            session.answers.put_nowait(error)
 
     async def DescribeHead(
         self, request: drafter_pb2.DescribeHeadRequest, context: grpc.aio.ServicerContext

@@ -15,7 +15,7 @@ import structlog
 
 from coppice import failpoints
 from coppice.engine.batching import BatchingThread
-from coppice.errors import CoppiceError, Overloaded, StaleFence, Unavailable
+from coppice.errors import Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import MAX_CONTEXT
 from coppice.speculation.tree import DraftTree
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 HASH_CHUNK = 4096  # prompt ids hashed before other sessions get their turn
-MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
+MAX_BACKLOG = 32  # steps not taken
 
 Answer = DraftOpened | TreeDelta | Exception
 
@@ -41,16 +41,12 @@ class Session:
     """What lies above `taken` belongs to the event loop, the rest to the worker's thread."""
 
     key: int
-    answers: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
-    """what to send; None only wakes the sender"""
+    answer: Callable[[Answer], None]
+    """called on the event loop with what comes of its opening and its steps"""
     sent: int = 0
     """steps handed to the worker"""
     newest: int | None = None
     """number of the newest step while it is not answered"""
-    ended: bool = False
-    """no further step comes"""
-    end: CoppiceError | None = None
-    """why, unless the client closed its side"""
     taken: int = 0
     """steps the worker took; the event loop reads it"""
     drafting: tuple[int, int] = 0, 0
@@ -62,20 +58,10 @@ class Session:
     too_long: bool = False
     """longer than the head drafts for, so that the head does not hold it"""
 
-    @property
-    def finished(self) -> bool:
-        """No further step comes and the last one is answered."""
-        return self.ended and self.newest is None
-
     def check_backlog(self) -> None:
-        """Raise Overloaded when the client sends steps faster than it reads answers or the head drafts."""
-        if self.sent - self.taken + self.answers.qsize() > MAX_BACKLOG:
-            raise Overloaded(f"more than {MAX_BACKLOG} steps or answers are waiting")
-
-    def finish(self, end: CoppiceError | None) -> None:
-        """End after the current step, with `end` as the status."""
-        self.ended, self.end = True, end
-        self.answers.put_nowait(None)
+        """Raise Overloaded when the client sends steps faster than the head drafts."""
+        if self.sent - self.taken > MAX_BACKLOG:
+            raise Overloaded(f"more than {MAX_BACKLOG} steps are waiting")
 
     def append(self, ids: Sequence[int]) -> None:
         """Commit ids."""
@@ -185,11 +171,11 @@ class Worker(BatchingThread):
         """Sessions that the head holds or is about to."""
         return self._opened - self._closed
 
-    def admit_session(self) -> Session:
+    def admit_session(self, answer: Callable[[Answer], None]) -> Session:
         """A new session, which counts from now on; `close` must follow."""
         self._opened += 1
         self._metrics.opened.inc()
-        return Session(next(self._keys))
+        return Session(next(self._keys), answer)
 
     def open(self, session: Session, opening: OpenDraft) -> None:
         """Have the head take a session's prompt; DraftOpened or an error is posted to it."""
@@ -327,7 +313,7 @@ class Worker(BatchingThread):
         self._post([(session, Unavailable("the head has failed")) for session in self._sessions])
 
     def _fail(self, session: Session, error: Exception) -> None:
-        """End one session by an error; its stream's end closes it."""
+        """End one session by an error."""
         self._forget(session)
         self._post([(session, error)])
 
@@ -392,4 +378,4 @@ class Worker(BatchingThread):
 
 def _deliver(answers: list[tuple[Session, Answer]]) -> None:
     for session, answer in answers:
-        session.answers.put_nowait(answer)
+        session.answer(answer)

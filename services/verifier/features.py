@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES
+from coppice.rpc.link import Inbox
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import Commit
 
 FEATURE_WINDOW = 4096  # positions whose features a session keeps for followers
-MOST_UNREAD = 32  # commits that wait for a follower; then its stream ends, and it may follow again
+MOST_UNREAD = 32  # commits that wait for a follower; then it is cut off, and may follow again
 
 
 class FeatureWindow:
@@ -66,7 +66,8 @@ Window = tuple[int, list[Tensor], tuple[int, ...]]
 class Feed:
     """What one follower of a session is sent: feature rows, unless the reference counts none, then each step's commit.
 
-    An async iterator on the event loop; `put` takes what the torch thread hands over.
+    An async iterator on the event loop, of which a link takes the two halves apart; `put` takes what the torch thread
+    hands over.
     """
 
     def __init__(
@@ -74,31 +75,41 @@ class Feed:
     ) -> None:
         """`begin` has the session feed this and gives the rows that are there; `end` undoes it. dtype: of features."""
         self.ref, self._dtype, self._begin, self._end = ref, dtype, begin, end
-        self._unread: asyncio.Queue[Committed | None] = asyncio.Queue()
+        self._unread = Inbox(lambda committed: committed, MOST_UNREAD)
+        self._layers: tuple[int, ...] = ()  # of the session's features
 
     def put(self, committed: Committed | None) -> None:
         """Take a commit, or None when the session has ended. A follower that does not read is dropped."""
-        if self._unread.qsize() <= MOST_UNREAD:
-            self._unread.put_nowait(committed if self._unread.qsize() < MOST_UNREAD else None)
+        if committed is None or not self._unread.put(committed):
+            self._unread.end()
 
     def cancel(self) -> None:
         """End the iteration and leave the session."""
-        self._unread.put_nowait(None)
+        self._unread.end()
         self._end(self)
 
-    async def __aiter__(self) -> AsyncIterator[Features | Commit]:
-        """Raises NotFound, InvalidField, Overloaded."""
-        first, chunks, layers = await self._begin(self)
-        for count, data in packed(chunks, layers, self.ref.layers or layers, CHUNK_BYTES):
+    async def rows(self) -> AsyncIterator[Features]:
+        """The feature rows that are there. Raises NotFound, InvalidField, Overloaded."""
+        first, chunks, self._layers = await self._begin(self)
+        for count, data in packed(chunks, self._layers, self.ref.layers or self._layers, CHUNK_BYTES):
             yield Features(first, count, self._dtype, data)
             first += count
-        while (committed := await self._unread.get()) is not None:
-            commit, rows = committed
-            if rows is None or not self.ref.count:
-                yield commit
-            else:
-                data = feature_bytes(rows, layers, self.ref.layers or layers)
-                yield replace(commit, features=Features(commit.start, len(rows), self._dtype, data))
+
+    async def pass_on(self, take: Callable[[Commit], None]) -> None:
+        """Behind `rows`, have `take` called with every commit as it comes, until the session or the feed ends."""
+        await self._unread.listen(lambda committed: take(self._commit(*committed)))
+
+    async def __aiter__(self) -> AsyncIterator[Features | Commit]:
+        async for features in self.rows():
+            yield features
+        async for committed in self._unread:
+            yield self._commit(*committed)
+
+    def _commit(self, commit: Commit, rows: Tensor | None) -> Commit:
+        if rows is None or not self.ref.count:
+            return commit
+        data = feature_bytes(rows, self._layers, self.ref.layers or self._layers)
+        return replace(commit, features=Features(commit.start, len(rows), self._dtype, data))
 
 
 def packed(

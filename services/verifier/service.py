@@ -1,9 +1,10 @@
-"""VerifierService over gRPC: sessions live exactly as long as their stream."""
+"""VerifierService over gRPC: sessions live on links."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,17 +12,20 @@ import grpc
 from coppice import failpoints
 from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
+from coppice.rpc.link import Context, Inbox
 from coppice.rpc.server import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
-from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, VerifyTimings
+from coppice.wire.verifier import Commit, OpenSession, TargetDescription, Verdict, VerifyStep, VerifyTimings
 
 from .worker import Worker, reserved_tokens
+
+MOST_WAITING = 8 << 20  # bytes that a link has still to write, beyond which it loses its feeds: they cost time alone
 
 
 class VerifierServicer:
@@ -35,7 +39,7 @@ class VerifierServicer:
         self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)
         self._opened = self._closed = 0
 
-    async def Verify(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def Verify(self, requests: Inbox, context: Context) -> AsyncIterator[Any]:
         """One session."""
         message = await self.waits.next(requests)
         if message is None:
@@ -53,19 +57,30 @@ class VerifierServicer:
                     now = time.perf_counter_ns()
                     _add(trace, "prefill", arrived, opened.timings, now, now, tokens=len(first.ids))
                 yield verifier.verify_response_to_wire(opened)
-                while (message := await self.waits.next(requests)) is not None:
+
+                def take(message: Any) -> None:
                     arrived, step = time.perf_counter_ns(), self._read(message)
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
-                    verdict = await self.worker.verify(key, step, arrived)
+                    if requests.is_busy:
+                        raise StaleFence("the step before is not answered yet")
+                    requests.is_busy = True
+                    self.worker.verify(key, step, arrived, partial(answer, arrived, step.fence.step))
+
+                def answer(arrived: int, number: int, verdict: Verdict | Exception) -> None:
+                    if isinstance(verdict, Exception):
+                        return requests.end(verdict)
                     woken = time.perf_counter_ns()
                     failpoints.hit("verifier.verdict")
-                    answer = verifier.verify_response_to_wire(verdict)
+                    message = verifier.verify_response_to_wire(verdict).SerializeToString()
                     encoded = time.perf_counter_ns()
-                    yield answer
-                    if trace is not None and trace.samples(number := step.fence.step):
+                    context.send(message)
+                    self.waits.answered(requests)
+                    if trace is not None and trace.samples(number):
                         facts = {"step": number, "accepted": len(verdict.accepted)}
                         _add(trace, "step", arrived, verdict.timings, woken, encoded, **facts)
+
+                await self.waits.listen(requests, take)
             finally:
                 self._closed += 1
                 self.worker.close(key)
@@ -79,14 +94,19 @@ class VerifierServicer:
                 raise InvalidField(f"step.tree.{error.field}", str(error)) from None
         return request
 
-    async def FetchFeatures(
-        self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
+    async def FetchFeatures(self, request: verifier_pb2.FetchFeaturesRequest, context: Context) -> AsyncIterator[bytes]:
         """Feature rows of a session, in chunks of at most 1 MiB, then what each of its steps commits."""
         feed = self.worker.follow(verifier.read_fetch(request))
+
+        def send(commit: Commit) -> None:
+            context.send(*verifier.fed_to_wire(commit))
+            if context.waiting > MOST_WAITING:
+                feed.cancel()
+
         try:
-            async for item in feed:
-                yield verifier.fed_to_wire(item)
+            async for features in feed.rows():
+                yield b"".join(verifier.fed_to_wire(features))
+            await feed.pass_on(send)
         finally:
             feed.cancel()
 

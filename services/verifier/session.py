@@ -6,7 +6,6 @@ noise, unless a device drew; `pq_draws` draws by the p/q rule, for chains sample
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -209,7 +208,7 @@ class Job:
     """
 
     session: Session
-    answer: asyncio.Future[Any]
+    answer: Callable[[Any], None]
     arrived: int
     step: VerifyStep | None = None
     """None for the opening of a session"""

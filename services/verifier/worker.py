@@ -40,7 +40,8 @@ BATCH_WAIT_S = 0.05
 """longest wait for sessions to join a forward"""
 WARM_ROWS = 32  # of the forwards before the first one that counts: libraries prepare for every number of rows
 
-Answer = asyncio.Future[Any]
+Answer = Callable[[Any], None]
+"""called on the event loop with what came of a question, an exception too"""
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
@@ -63,7 +64,7 @@ class Worker(BatchingThread):
         self._sessions: dict[int, Session] = {}  # by key
         self._by_name: dict[str, Session] = {}
         self._jobs: dict[int, Job] = {}  # of sessions that are opened or have a step, by key, in the order they came
-        self._calls: list[tuple[Callable[..., None], Any, Any]] = []  # for the event loop, behind the next batch
+        self._calls: list[tuple[Callable[[Any], None], Any]] = []  # for the event loop, behind the next batch
         self._pruner: Pruner | None = None
         self._ranks: Ranks | None = None  # tensor-parallel ranks 1 to n - 1; None on one device
 
@@ -77,13 +78,16 @@ class Worker(BatchingThread):
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
         """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
-        opened: SessionOpened = await self._ask(partial(self._take_open, key, request, arrived))
-        return opened
+        opened: asyncio.Future[SessionOpened] = self.loop.create_future()
+        self._ask(partial(self._take_open, key, request, arrived), partial(settle, opened))
+        return await opened
 
-    async def verify(self, key: int, step: VerifyStep, arrived: int) -> Verdict:
-        """One tree of a session, which came at `arrived` of `perf_counter_ns`. Raises StaleFence, InvalidField."""
-        verdict: Verdict = await self._ask(partial(self._take_step, key, step, arrived))
-        return verdict
+    def verify(self, key: int, step: VerifyStep, arrived: int, answer: Answer) -> None:
+        """Verify one tree of a session, which came at `arrived` of `perf_counter_ns`.
+
+        It is answered with a Verdict, StaleFence or InvalidField.
+        """
+        self._ask(partial(self._take_step, key, step, arrived), answer)
 
     def follow(self, ref: FeatureRef) -> Feed:
         """Feature rows of a session from a position on, then what each step commits, until `cancel`."""
@@ -98,18 +102,16 @@ class Worker(BatchingThread):
         """Free a session; nothing happens when it never opened."""
         self.post(partial(self._take_close, key))
 
-    async def _ask(self, take: Callable[[Answer], None]) -> Any:
-        """Have `take` done on the thread, and wait for its answer; whatever it raises is the answer."""
-        answer: Answer = self.loop.create_future()
+    def _ask(self, take: Callable[[Answer], None], answer: Answer) -> None:
+        """Have `take` done on the thread; whatever it raises is the answer."""
 
         def work() -> None:
             try:
                 take(answer)
             except Exception as error:
-                self._answer(answer, error)
+                self._calls.append((answer, error))
 
         self.post(work)
-        return await answer
 
     # --- the thread ---
 
@@ -192,7 +194,7 @@ class Worker(BatchingThread):
         self.metrics.closed.inc()
         self._jobs.pop(key, None)
         self._rejoin.closed(key)
-        self._calls += ((Feed.put, feed, None) for feed in session.feeds)
+        self._calls += ((feed.put, None) for feed in session.feeds)
         self._note_kv()
 
     def _take_follow(self, feed: Feed) -> Window:
@@ -297,7 +299,7 @@ class Worker(BatchingThread):
             try:
                 if job.step:
                     answer, committed = job.judge(job.step, hint)
-                    self._calls += [(Feed.put, feed, committed) for feed in session.feeds]
+                    self._calls += [(feed.put, committed) for feed in session.feeds]
                 else:
                     answer = job.prefilled(self.address, self.settings.dtype)
                 self._cache.fill(session.prefix)
@@ -324,13 +326,10 @@ class Worker(BatchingThread):
 
     def _end(self, job: Job, value: SessionOpened | Verdict | Exception) -> None:
         del self._jobs[job.session.key]
-        self._answer(job.answer, value)
-
-    def _answer(self, answer: Answer, value: Any) -> None:
-        self._calls.append((settle, answer, value))
+        self._calls.append((job.answer, value))
 
 
-def _call_all(calls: list[tuple[Callable[..., None], Any, Any]]) -> None:
+def _call_all(calls: list[tuple[Callable[[Any], None], Any]]) -> None:
     """Hand everything that waited to the event loop, in one wake-up."""
-    for call, receiver, value in calls:
-        call(receiver, value)
+    for call, value in calls:
+        call(value)

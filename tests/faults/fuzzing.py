@@ -87,13 +87,15 @@ class Mutator:
         if is_message and of.message_type.GetOptions().map_entry:
             key, value = of.message_type.fields
             entries.clear()
+            name = str if key.type == FieldDescriptor.TYPE_STRING else int
             for at in range(self.random.choice(_LENGTHS)):
-                entries[at if self.random.random() < 0.9 else self.value(key)] = self.value(value)
+                entries[name(at) if self.random.random() < 0.9 else self.value(key)] = self.value(value)
             return
         length = 2**17 + 1 if self.random.random() < 0.01 else self.random.choice(_LENGTHS)
         kept = list(entries)[: self.random.randint(0, len(entries))]
         one = self.made_up(of.message_type, depth) if is_message else self.value(of)
-        if isinstance(one, str | bytes) and len(one) > _HUGE:
+        size = one.ByteSize() if is_message else len(one) if isinstance(one, str | bytes) else 0
+        if size * length > 4 * _HUGE:
             length = 1  # a thousand of them would be a gigabyte to make
         del entries[:]
         entries.extend((kept + [one] * max(0, length - len(kept)))[:length])

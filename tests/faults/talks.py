@@ -13,6 +13,7 @@ from coppice.limits import CHUNK_BYTES
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import adapter_pb2 as pb
+from coppice.v1.common_pb2 import End, Frame
 from coppice.wire.common import FeatureRef, Features, Fence, Rejection, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, WeightsPart, draft_request_to_wire, weights_to_wire
 from coppice.wire.generation import ChatMessage, GenerationRequest, request_to_wire
@@ -122,6 +123,28 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
             ids = [] if features else [root, *_ids(random, 4)]
 
     return says
+
+
+def linking(method: str, says: Says) -> Says:
+    """Frames of a few sessions of a method, which begin and end together or one behind the other."""
+
+    def frames(random: Random, name: str) -> Talk:
+        running = {number: says(random, f"{name}-{number}") for number in range(1, random.randint(2, 5))}
+        begun = set[int]()
+        while running:
+            frame = Frame()
+            for number in random.sample(list(running), random.randint(0, len(running))):
+                item = frame.items.add(session=number, method="" if number in begun else method)
+                begun.add(number)
+                said = next(running[number], None)
+                if said is None:
+                    item.end.CopyFrom(End(code=random.choice((0, 1))))
+                    del running[number]
+                else:
+                    item.message = said[0].SerializeToString()
+            yield frame, random.random() < 0.3  # the others are answered together
+
+    return frames
 
 
 _ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}

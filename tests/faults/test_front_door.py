@@ -24,6 +24,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import MOST_SCRAPES, metric
 from coppice.v1 import generation_pb2
+from coppice.wire.generation import Chunk, Origin, Started
 from orchestrator.service import GenerationServicer
 from tests.signals import eventually
 from tests.tiny import make_target
@@ -124,16 +125,18 @@ async def test_a_part_that_is_larger_than_what_may_wait_does_not_end_its_answer(
             pass
 
         async def _answer(self, message: Any, send: Any) -> None:
-            for size in (2 << 20, 1, 1):
-                send(size)
+            for event in events:
+                send(event)
                 await asyncio.sleep(0)
 
+    token = Chunk("a", (7,), (Origin.ROOT,), ("a",))
+    events: list[Any] = [Started(1 << 16, "plain", (), 0, prompt_ids=(7,) * (1 << 16)), token, token]
     parts: list[Any] = []
-    async for part in Scoring().answer(generation_pb2.GenerateRequest(), lambda event: event, lambda size: size):  # type: ignore[arg-type,return-value]
+    async for part in Scoring().answer(generation_pb2.GenerateRequest()):
         parts.append(part)
         for _ in range(4):
             await asyncio.sleep(0)
-    assert parts == [2 << 20, 1, 1]
+    assert parts == [events[0], Chunk("aa", (7, 7), (Origin.ROOT,) * 2, ("a", "a"))]  # chunks that wait become one
 
 
 async def test_millions_of_empty_parts_are_refused_before_they_are_unpacked(stack: Stack) -> None:
@@ -180,7 +183,7 @@ async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack)
 async def test_silent_calls_fill_no_server(stack: Stack) -> None:
     """Those of one connection take half of its places, so that others still have theirs."""
     address, most = stack.services["verifier"].address, most_calls(stack.settings.limits)
-    method = "/coppice.v1.VerifierService/Verify"
+    method = "/coppice.v1.VerifierService/Link"
     async with Dialer().open(address) as channel, Dialer().open(address) as second, Dialer().open(address) as another:
         silent = [channel.stream_stream(method)() for _ in range(most + 40)]
         await asyncio.sleep(0.5)

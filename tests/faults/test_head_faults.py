@@ -32,7 +32,7 @@ from coppice.wire.drafter import Advance, OpenDraft
 from lab.synthetic import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.outcomes import AcceptanceWatch, best_path
+from orchestrator.outcomes import AcceptanceWatch, best_path, offers
 from services.drafter.staging import Swap, staging_for
 from tests.pushes import Push
 from tests.tiny import make_target
@@ -117,7 +117,7 @@ def draw(head: Eagle3Head, rows: Rows = features, seen: Rows = Tensor.clone, fir
         known = PROMPT
         while known + 9 < LENGTH:
             ((growth,),) = head.draft([DraftJob(KEY, ids[known], known, 12, SamplingParams())])
-            path = best_path(growth.nodes, ids[known + 1 :])
+            path = best_path(offers(growth.nodes, ids[known + 1 :]))
             yield path, head.description.weights_version
             end = known + 1 + sum(path)
             head.advance(KEY, Advance(ids[known:end], wire_features(states, known, end)))

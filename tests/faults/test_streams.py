@@ -23,12 +23,13 @@ from coppice.heads.registry import served_head
 from coppice.limits import Limits
 from coppice.rpc import health
 from coppice.rpc.access import ACCESS
-from coppice.rpc.channels import CHANNEL_OPTIONS, Dialer
+from coppice.rpc.channels import CHANNEL_OPTIONS, LINKED, Dialer
 from coppice.rpc.server import MAX_DETAILS, Door, StreamWaits, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.telemetry import SessionMetrics
-from coppice.v1 import drafter_pb2
+from coppice.v1 import drafter_pb2, generation_pb2
+from coppice.v1.common_pb2 import Frame
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, draft_request_to_wire
 from services.drafter.following import Verifiers
@@ -39,10 +40,11 @@ from tests.faults.test_fuzz import State, lets_go
 from tests.processes import Service
 from tests.tiny import make_target
 
-SERVICE = "/coppice.v1.DrafterService"
+SERVICE, GENERATION = "/coppice.v1.DrafterService", "/coppice.v1.GenerationService"
 IDLE_S = 0.5
 OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
 STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
+OPENING = Frame(items=[{"session": 1, "method": "Draft", "message": OPEN}]).SerializeToString()
 AT_LENGTH = bool(os.environ.get("COPPICE_PROOF"))
 STREAMS = 2000 if AT_LENGTH else 200
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
@@ -58,9 +60,9 @@ def lookup(start_service: Callable[..., Service]) -> Ready:
 
 
 @asynccontextmanager
-async def called(address: str, method: str, **more: Any) -> AsyncIterator[Any]:
+async def called(address: str, method: str, service: str = SERVICE, **more: Any) -> AsyncIterator[Any]:
     async with Dialer().open(address) as channel:
-        call = channel.stream_stream(f"{SERVICE}/{method}")(timeout=20, **more)
+        call = channel.stream_stream(f"{service}/{method}")(timeout=20, **more)
         yield call
         call.cancel()
 
@@ -78,7 +80,10 @@ async def test_a_call_that_is_never_written_to_ends(lookup: Ready, method: str) 
 
 
 async def test_the_one_message_of_a_call_is_not_waited_for_as_long_as_a_session(lookup: Ready) -> None:
-    async with careless(Limits(idle_s=300), IDLE_S) as (_, address), called(address, "DescribeHead") as call:
+    async with (
+        careless(Limits(idle_s=300), IDLE_S) as (_, address),
+        called(address, "DescribeModel", GENERATION) as call,
+    ):
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert await call.details() == f"no message for {IDLE_S:g} s"
     async with called(lookup.address, "DescribeHead") as call:
@@ -155,26 +160,22 @@ class Careless:
     def __init__(self) -> None:
         self.ended = asyncio.Event()
 
-    async def Draft(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             while True:
-                yield drafter_pb2.DraftResponse(delta=drafter_pb2.TreeDelta(q_rows=bytes(10_000)))
+                yield generation_pb2.GenerateResponse(chunk=generation_pb2.Chunk(text="x" * 10_000))
         finally:
             self.ended.set()
 
-    async def DescribeHead(self, request: Any, context: Any) -> Any:
+    async def DescribeModel(self, request: Any, context: Any) -> Any:
         raise InvalidField("name", "\ud800" + 2000 * "é")
 
 
 @asynccontextmanager
 async def careless(limits: Limits = READ_OR_LEAVE, message_s: float = 5.0) -> AsyncIterator[tuple[Careless, str]]:
     server, servicer = grpc.aio.server(options=server_options(Limits(), "drafter")), Careless()
-    add_service(
-        server,
-        drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"],
-        servicer,
-        Door(limits=limits, message_s=message_s),
-    )
+    service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+    add_service(server, service, servicer, Door(limits=limits, message_s=message_s))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"127.0.0.1:{port}"
@@ -182,8 +183,8 @@ async def careless(limits: Limits = READ_OR_LEAVE, message_s: float = 5.0) -> As
 
 
 async def test_a_caller_that_does_not_read_is_left() -> None:
-    async with careless() as (servicer, address), called(address, "Draft") as call:
-        await call.write(OPEN)
+    async with careless() as (servicer, address), called(address, "Generate", GENERATION) as call:
+        await call.write(b"")
         await asyncio.wait_for(servicer.ended.wait(), IDLE_S + 5)
         with pytest.raises(grpc.aio.AioRpcError, match=f"the answer was not read for {IDLE_S:g} s") as ended:
             await read_all(call)
@@ -191,14 +192,16 @@ async def test_a_caller_that_does_not_read_is_left() -> None:
 
 
 async def test_a_caller_that_reads_a_little_now_and_then_is_left_too() -> None:
-    async with careless(Limits(idle_s=60, call_s=2 * IDLE_S)) as (servicer, address), called(address, "Draft") as call:
+    limits = Limits(idle_s=60, call_s=2 * IDLE_S)
+    async with careless(limits) as (servicer, address), called(address, "Generate", GENERATION) as call:
+        await call.write(b"")
         while not servicer.ended.is_set():
             await call.read()
             await asyncio.sleep(IDLE_S / 5)
 
 
 async def test_details_fit_into_a_header_whatever_they_quote() -> None:
-    async with careless() as (_, address), called(address, "DescribeHead") as call:
+    async with careless() as (_, address), called(address, "DescribeModel", GENERATION) as call:
         await call.write(b"")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await call.details() == ("name: ?" + 2000 * "é")[:MAX_DETAILS]
@@ -240,7 +243,7 @@ class Transport:
             await behaviour(self.requests(requests), self)
 
 
-@pytest.mark.parametrize(("method", "said"), [("DescribeHead", (b"\x07",)), ("Draft", (OPEN, STEP, b"\x07"))])
+@pytest.mark.parametrize(("method", "said"), [("DescribeHead", (b"\x07",)), ("Link", (OPENING, b"\x07"))])
 async def test_no_read_is_cancelled_when_a_call_is_refused(method: str, said: tuple[bytes, ...]) -> None:
     """grpc.aio never frees what belongs to such a read, and a caller may be refused as often as it likes."""
     worker = Worker(lambda: served_head(DrafterSettings(kind="lookup")), SessionMetrics("drafter"))
@@ -274,7 +277,7 @@ class Quiet:
             await asyncio.Event().wait()
             yield
 
-        return stream if name in ("Generate", "Verify", "FetchFeatures", "Draft") else wait
+        return stream if name in ("Generate", *(path.rpartition("/")[2] for path in LINKED)) else wait
 
 
 def faster(options: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -291,7 +294,8 @@ async def test_a_quiet_call_outlives_the_pings_of_its_caller(monkeypatch: pytest
     port, health_port = (each.add_insecure_port("127.0.0.1:0") for each in (server, watched.server))
     await server.start()
     watched.start()
-    methods = [(f"/{service}/{method}", port) for service, callers in ACCESS.items() for method in callers]
+    paths = {f"/{service}/{method}" for service, callers in ACCESS.items() for method in callers} - LINKED
+    methods = [(path, port) for path in paths if not path.endswith("/Link")]  # which is not quiet
     watch, pings = "/grpc.health.v1.Health/Watch", [("grpc.keepalive_time_ms", PINGS_MS)]
     options = faster([*(option for option in CHANNEL_OPTIONS if option[0] != pings[0][0]), *pings])
     channels, calls = [], []

@@ -161,8 +161,8 @@ def facts_of(span: Span) -> dict[str, str]:
     return {fact.key: str(getattr(fact.value, fact.value.WhichOneof("value"))) for fact in span.attributes}
 
 
-def traced_stack(target: Path, endpoint: str, sample: float, log_dir: Path) -> Stack:
-    told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": sample}
+def traced_stack(target: Path, endpoint: str, log_dir: Path) -> Stack:
+    told = {"telemetry.otlp_endpoint": endpoint}
     heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
     extra = {role: dict(told) for role in ("verifier", "drafter", "orchestrator")}
     extra["orchestrator"]["orchestrator.draft_deadline_ms"] = 2000
@@ -170,9 +170,13 @@ def traced_stack(target: Path, endpoint: str, sample: float, log_dir: Path) -> S
     return Stack(spec, log_dir=log_dir)
 
 
-def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Path) -> None:
+def test_a_request_is_one_trace_through_every_process(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with collecting() as (collector, endpoint):
-        with traced_stack(target, endpoint, 0.0, tmp_path / "logs") as stack:
+        with traced_stack(target, endpoint, tmp_path / "logs") as stack:
+            monkeypatch.delenv("OTEL_TRACES_SAMPLER")
             with Client(stack.address) as client:
                 client.generate(PROMPT, max_new_tokens=4, ignore_eos=True)  # its caller does not trace: sampled away
             command = [sys.executable, "-c", APPLICATION, stack.address, endpoint, "64", "a b a b"]
@@ -219,6 +223,6 @@ def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Pa
 
 
 def test_a_collector_that_is_away_costs_no_answer(target: Path, tmp_path: Path) -> None:
-    with traced_stack(target, "http://127.0.0.1:9", 1.0, tmp_path / "logs") as stack, Client(stack.address) as client:
+    with traced_stack(target, "http://127.0.0.1:9", tmp_path / "logs") as stack, Client(stack.address) as client:
         assert client.generate(PROMPT, max_new_tokens=8, ignore_eos=True).new_tokens == 8
     assert not stack.unclean

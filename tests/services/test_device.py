@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import VerifierSettings
+from coppice.engine.batching import settle
 from coppice.engine.engine import Engine
 from coppice.engine.rows import Piece, pack
 from coppice.speculation.sampling import SamplingParams, draw
@@ -99,7 +101,9 @@ class Text:
     def verify(self, tree: DraftTree, **told: Any) -> Any:
         fence = Fence(self.step + 1, len(self.ids), committed_hash(self.ids))
         step = VerifyStep(fence, self.root, tree, whole_tree=True, **told)
-        return self.verifier.worker.verify(self.key, step, time.perf_counter_ns())
+        verdict = asyncio.get_running_loop().create_future()
+        self.verifier.worker.verify(self.key, step, time.perf_counter_ns(), partial(settle, verdict))
+        return verdict
 
     def learn(self, verdict: Verdict, tree: DraftTree) -> None:
         self.ids += [self.root, *tree.tokens[[node - 1 for node in verdict.accepted]].tolist()]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,8 +28,9 @@ from coppice.limits import Limits
 from coppice.rpc.access import ACCESS, Access, Certificates
 from coppice.rpc.channels import Dialer
 from coppice.rpc.health import MOST_CALLS
+from coppice.rpc.link import is_linked
 from coppice.rpc.server import Serving
-from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import adapter_pb2, drafter_pb2, drafter_pb2_grpc, generation_pb2, verifier_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription
 from orchestrator.tokens import Tokens, client_salt, read_tokens
@@ -46,6 +48,8 @@ MAY_CALL = {
     "Verify": {"orchestrator"},
     "FetchFeatures": {"drafter"},
     "DescribeTarget": {"orchestrator"},
+    "VerifierService.Link": {"orchestrator", "drafter"},
+    "DrafterService.Link": {"orchestrator"},
     "Draft": {"orchestrator"},
     "DescribeHead": {"orchestrator", "adapter"},
     "SyncWeights": {"adapter"},
@@ -131,6 +135,9 @@ async def ended(channel: Any, method: MethodDescriptor, data: bytes = b"", **opt
     """The status and details that a call ends with. On the wire a stream of one message is a unary request."""
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
     call = make(f"/{method.containing_service.full_name}/{method.name}")(data, timeout=5, **options)
+    if method.name == "Link":  # which says something before its end
+        with contextlib.suppress(grpc.RpcError):
+            _ = [frame async for frame in call]
     return (await call.code()).name, await call.details()
 
 
@@ -151,11 +158,15 @@ async def test_each_method_is_for_its_callers_alone(name: str, authority: Author
             async with authority.dialer(role).open(address) as channel:
                 for method in SERVICES[name].methods:
                     code, details = await ended(channel, method)
-                    if role in MAY_CALL[method.name]:
+                    link = f"{name}.Link"
+                    if role in MAY_CALL.get(link, ()) and method.name == "Link":
+                        assert (code, details) == ("OK", ""), role
+                    elif role in MAY_CALL.get(method.name, ()):
                         assert (code, details) == ("NOT_FOUND", "reached"), (role, method.name)
                     else:
                         assert code == "PERMISSION_DENIED", (role, method.name)
-                        assert details.startswith(f"{method.full_name} is for ")
+                        on_link = not is_linked(method) or role in MAY_CALL[link]
+                        assert details.startswith(f"coppice.v1.{f'{name}.{method.name}' if on_link else link} is for ")
 
 
 async def refused(dialer: Dialer, address: str, method: str = "DrafterService.DescribeHead") -> None:
@@ -237,6 +248,39 @@ async def test_rotated_certificates_are_used_without_a_restart(
         assert echo.running == 1
         stream.cancel()
         await until(lambda: echo.running == 0)
+
+
+class Held:
+    """A DrafterService that answers every message of a session with an empty one."""
+
+    async def Draft(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            yield drafter_pb2.DraftResponse()
+
+
+async def test_sessions_after_a_rotation_are_on_another_connection(
+    other: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    authority = Authority(tmp_path_factory.mktemp("rotated"))
+
+    async def answered(call: Any) -> int:
+        await call.write(drafter_pb2.DraftRequest())
+        assert await call.read() == drafter_pb2.DraftResponse()
+        ports = [each.raddr.port for each in psutil.Process().net_connections("tcp") if each.raddr]
+        return ports.count(int(address.rpartition(":")[2]))
+
+    async with (
+        served("DrafterService", authority.tls("drafter"), Held()) as address,
+        authority.dialer("orchestrator").open(address) as channel,
+    ):
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)  # type: ignore[arg-type]
+        calls = [stub.Draft(), stub.Draft()]
+        assert [await answered(call) for call in calls] == [1, 1]
+        authority.replace_by(other)
+        calls.append(stub.Draft())
+        assert [await answered(call) for call in calls[::-1]] == [2, 2, 2]
+        for call in calls:
+            call.cancel()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import gc
 import json
 import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -62,9 +62,7 @@ class Service:
     async def encode(self, prompt: Any) -> list[int]:
         return [1]
 
-    async def answer(
-        self, message: Any, pack: Callable[[Any], Any], size: Callable[[Any], int]
-    ) -> AsyncGenerator[Any, None]:
+    async def answer(self, message: Any) -> AsyncGenerator[Any, None]:
         self.running += 1
         try:
             for event in self.events:
@@ -73,7 +71,7 @@ class Service:
                 if isinstance(event, float):
                     await asyncio.sleep(event)
                 else:
-                    yield pack(event)
+                    yield event
         finally:
             self.running -= 1
 

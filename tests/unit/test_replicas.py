@@ -15,14 +15,15 @@ import pytest
 from coppice.errors import DeadlineExceeded, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2
 from coppice.wire.common import Fence
 from coppice.wire.drafter import OpenDraft
-from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
+from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, target_to_wire
 from orchestrator import targets
 from orchestrator.heads import HeadPool, HeadSession
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.targets import Replica, TargetPool, TargetSession, VerifierReplica
+from orchestrator.targets import Replica, TargetPool, TargetSession
 from tests.recorder import server_of
 
 
@@ -41,24 +42,6 @@ async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pyt
     await replica.channel.close()
 
 
-async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_ends() -> None:
-    replica, late = VerifierReplica("127.0.0.1:1", Dialer()), asyncio.Event()
-
-    async def wait(seconds: float) -> None:
-        async with asyncio.timeout(seconds) as timeout:
-            replica.waits.add(timeout)
-            await late.wait()
-
-    waits = [asyncio.create_task(wait(seconds)) for seconds in (0.0, 60.0)]
-    for _ in range(2):  # the waits begin; the first one's time is over
-        await asyncio.sleep(0)
-    assert sorted(timeout.expired() for timeout in replica.waits) == [False, True]
-    replica.answered(Unavailable("gone"))
-    ended = await asyncio.gather(*waits, return_exceptions=True)
-    assert [type(error) for error in ended] == [TimeoutError] * 2
-    await replica.channel.close()
-
-
 async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> None:
     before, opening = asyncio.all_tasks(), OpenDraft("s", [1], SamplingParams())
     with socket.create_server(("127.0.0.1", 0)) as mute:  # connects, and says nothing
@@ -69,7 +52,7 @@ async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> N
             assert session.ask(Fence(1, 2, 0), 3, [1, 2], 4) is not None
             await asyncio.sleep(0)
             session.close()
-        _, pending = await asyncio.wait(asyncio.all_tasks() - before, timeout=5)
+        _, pending = await asyncio.wait(asyncio.all_tasks() - before, timeout=20)  # the link gives it up
         assert not pending
         assert [replica.sessions for replica in pool.replicas] == [0]
 
@@ -120,8 +103,11 @@ async def test_the_only_verifier_is_not_given_up_while_it_prefills(monkeypatch: 
         session = TargetSession(pool, opening)
         opened = await session.open([1])
         assert opened.next.drawn_id == 5
-        session.close()
         pool.update([server.address, "127.0.0.1:1"])  # there may be a quicker one
+        monkeypatch.setattr(targets, "_LEAST_DEADLINE_S", 0.1)
+        with pytest.raises(DeadlineExceeded):  # long before the prefill's would be over
+            await session.verify(VerifyStep(Fence(1, 1, 0), 5, DraftTree.empty()))
+        session.close()
         with pytest.raises((DeadlineExceeded, Unavailable)):
             await TargetSession(pool, opening).open([1])
         for replica in pool.replicas:

@@ -11,7 +11,7 @@ from coppice.wire.common import Fence
 from coppice.wire.verifier import Verdict, VerifyTimings
 from orchestrator.answer import step_trees
 from orchestrator.heads import Draft
-from orchestrator.outcomes import Calibration, FloatArray, outcomes, step_log_probs
+from orchestrator.outcomes import Calibration, FloatArray, accepted, offers, step_log_probs
 from orchestrator.step import Step
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
@@ -36,7 +36,7 @@ def live(calibration: Calibration, scale: float, shift: float, seed: int) -> Non
         tree = DraftTree.chain(np.arange(4), np.cumsum(np.log(claimed)))
         hits = rng.random(4) < sigmoid(scale * logit(claimed) + shift)
         depth = 4 if hits.all() else int(np.argmin(hits))
-        calibration.observe(step_log_probs(tree), *outcomes(tree, [*range(depth), 99]))
+        calibration.observe([(offer[3], offer[5]) for offer in offers(tree, [*range(depth), 99])])
 
 
 CLAIMED = np.linspace(0.1, 0.9, 9)
@@ -64,18 +64,18 @@ def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curva
     prior = np.diag([64.0, 16.0])  # 64 nodes with logits of +-2: sum of x x' / 4
     precision = prior
     for _ in range(50):
-        claimed, accepted = rng.uniform(0.05, 0.95, 4), rng.random(4) < 0.3
-        calibration.observe(np.log(claimed), np.ones(4, np.bool_), accepted)
+        claimed, right = rng.uniform(0.05, 0.95, 4), rng.random(4) < 0.3
+        calibration.observe(list(zip(np.log(claimed), right, strict=True)))
         features = np.stack((logit(claimed), np.ones(4)), axis=1)
         precision = precision + (prior - precision) / 512 + features.T @ features / 4
-        fitted = fitted + np.linalg.solve(precision, features.T @ (accepted - sigmoid(features @ fitted)))
+        fitted = fitted + np.linalg.solve(precision, features.T @ (right - sigmoid(features @ fitted)))
         np.testing.assert_allclose([calibration.scale, calibration.shift], fitted, rtol=1e-9)
 
 
 def test_calibration_is_finite_on_impossible_heads() -> None:
     calibration = Calibration()
     for step in range(3_000):
-        calibration.observe(np.array([0.0, -200.0]), np.ones(2, np.bool_), np.array([False, step % 2 == 0]))
+        calibration.observe([(0.0, False), (-200.0, step % 2 == 0)])
     assert np.isfinite(calibration.of(DraftTree.chain([1, 2, 3], [0.0, -1e-30, -300.0])).log_probs).all()
 
 
@@ -96,14 +96,18 @@ def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
     for _ in range(2_000 * EFFORT):
         tree = random_tree(rng, vocab_size=3)
         text = tuple(rng.integers(0, 3, int(rng.integers(0, 5))).tolist())
-        offered, accepted = outcomes(tree, text)
+        given = step_log_probs(tree)
+        found = {offer[0]: offer for offer in offers(tree, text)}
         for node in range(1, len(tree) + 1):
             spelled = text_at(tree, node)
             parent = ancestors(tree, node)[1]
-            assert offered[node - 1] == (
-                text_at(tree, parent) == text[: len(spelled) - 1] and len(spelled) <= len(text)
-            )
-            assert accepted[node - 1] == (spelled == text[: len(spelled)])
+            assert (node in found) == (text_at(tree, parent) == text[: len(spelled) - 1] and len(spelled) <= len(text))
+            if node in found:
+                *told, log_prob, score, right = found[node]
+                assert told == [node, parent, len(spelled) - 1]
+                assert (log_prob, score) == (pytest.approx(given[node - 1]), tree.log_probs[node - 1])
+                assert right == (node in accepted(tree, text))
+            assert (node in accepted(tree, text)) == (spelled == text[: len(spelled)])
 
 
 def test_a_node_is_known_by_the_forward_and_the_heads_that_made_it() -> None:

@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from coppice.wire.common import Fence
 from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
+from coppice.wire.verifier import Verdict, VerifyTimings
 from orchestrator.answer import Output
 from orchestrator.http.answers import HttpAnswer
 from orchestrator.http.bodies import ChatBody, CompletionBody
+from orchestrator.step import Step
 from orchestrator.text import TextStream, TokenBytes
 
 CORPUS = [
@@ -244,6 +247,20 @@ def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.Data
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_chunk_goes_out_every_so_many_steps_and_at_the_end(trees: bool) -> None:
+    chunks: list[Chunk] = []
+    request = GenerationRequest(text="a", max_new_tokens=9, want_trees=trees)
+    output = Output(request, TextStream(TokenBytes(None)), frozenset(), chunks.append, 3)
+    step = Step(1, None, [])
+    step.verdict = Verdict(Fence(1, 1, 0), (), None, VerifyTimings())
+    for token in range(9):
+        output.commit([], (token, 0.0), ())
+        output.flush(step if token else None)
+    together = [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,)] if trees else [(1, 2, 3), (4, 5, 6), (7, 8)]
+    assert [chunk.ids for chunk in chunks] == [(0,), *together]
 
 
 def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: Any) -> tuple[list[Chunk], Output]:

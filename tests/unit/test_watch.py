@@ -12,17 +12,17 @@ from coppice.config.model import Expectation, read_expectation
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree
 from coppice.training.losses import LEAST_TRIALS, expectation
-from orchestrator.outcomes import AcceptanceWatch, best_path, first_miss
+from orchestrator.outcomes import AcceptanceWatch, best_path, first_miss, offers
 from tests.reference import make_tree
 
 
 def test_the_best_path_ends_at_its_first_miss_and_at_its_leaf() -> None:
     tree = DraftTree(np.array([5, 6, 7, 8]), np.array([0, 0, 2, 3]), np.array([-2.0, -0.1, -0.3, -0.9]))
-    assert best_path(tree, [5, 7]) == [False]  # accepted, but not the best
-    assert best_path(tree, [6, 9]) == [True, False]
-    assert best_path(tree, [6, 7, 8, 1]) == [True, True, True]
-    assert best_path(tree, [6]) == [True]
-    assert best_path(tree, []) == best_path(DraftTree.empty(), [1]) == []
+    assert best_path(offers(tree, [5, 7])) == [False]  # accepted, but not the best
+    assert best_path(offers(tree, [6, 9])) == [True, False]
+    assert best_path(offers(tree, [6, 7, 8, 1])) == [True, True, True]
+    assert best_path(offers(tree, [6])) == [True]
+    assert best_path(offers(tree, [])) == best_path(offers(DraftTree.empty(), [1])) == []
 
 
 @pytest.mark.parametrize(
