@@ -45,13 +45,11 @@ lint: setup ## ruff, mypy, the wire contract
 	cd protos && $(BUF) lint
 	@if git rev-parse --verify --quiet main >/dev/null; then cd protos && $(BUF) breaking --against '../.git#branch=main,subdir=protos'; fi
 
-protos: $(BIN)/.protoc ## regenerate coppice/v1, the descriptor set in it too, from protos/ with a pinned old compiler
-	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. \
+protos: $(BIN)/.protoc ## regenerate the descriptor set of protos/ in coppice/v1, and its stubs, with a pinned compiler
+	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --pyi_out=. \
 	  --descriptor_set_out=coppice/v1/coppice.binpb --include_imports protos/coppice/v1/*.proto
-	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --grpc_python_out=. protos/coppice/v1/generation.proto
 
-# The compiler is old on purpose: its output runs on every protobuf since 4.25, and it lives in an
-# environment of its own so that it cannot hold back the runtime's versions.
+# The compiler lives in an environment of its own, so that it cannot hold back the runtime's versions.
 $(BIN)/.protoc: | setup
 	$(PYTHON) -m venv $(BIN)/protoc-env
 	$(BIN)/protoc-env/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'

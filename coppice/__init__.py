@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StaleFence,
         Unauthenticated,
         Unavailable,
+        Unimplemented,
     )
     from coppice.speculation.sampling import SamplingParams
     from coppice.wire.generation import ChatMessage, Chunk, Finished, Started
@@ -45,6 +46,7 @@ __all__ = [
     "StreamEvent",
     "Unauthenticated",
     "Unavailable",
+    "Unimplemented",
     "__version__",
 ]
 

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.request import urlopen
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from coppice.adaptation.signals import QueryRecord, Sample, read_query, read_sample, redis_key
+from coppice.telemetry import scrape
 
 
 @dataclass
@@ -33,12 +32,11 @@ class Counts:
 def counts(source: CollectorRegistry | str) -> Counts:
     """Of a registry of this process, or of another's HOST:PORT of metrics."""
     if isinstance(source, str):
-        with urlopen(f"http://{source}/metrics", timeout=10) as answer:
-            families: Any = list(text_string_to_metric_families(answer.read().decode()))
+        series = scrape(source)
     else:
-        families = list(source.collect())
+        series = [sample for family in source.collect() for sample in family.samples]
     told = Counts()
-    for sample in (sample for family in families for sample in family.samples):
+    for sample in series:
         if sample.name == "coppice_signals_produced_total":
             told.produced += int(sample.value)
         elif sample.name == "coppice_signals_sent_total":

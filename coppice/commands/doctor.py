@@ -19,9 +19,17 @@ from coppice.client.client import Client, default_address
 from coppice.config.model import GIB, ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
-from coppice.stack.preflight import check_target, target_warnings, why_no_port
+from coppice.stack.process import why_no_port
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, StackSpec, checkout
+from coppice.stack.spec import (
+    COUNTING_KINDS,
+    DEFAULT_PORT,
+    SHIPPED_HEADS,
+    StackSpec,
+    check_target,
+    checkout,
+    target_warnings,
+)
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")

@@ -26,9 +26,8 @@ from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
 from coppice.stack.launch import ANSWERS_S, Stack, Supervisor
-from coppice.stack.preflight import target_warnings, why_no_port
-from coppice.stack.process import ProcessFailed
-from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
+from coppice.stack.process import ProcessFailed, why_no_port
+from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT, target_warnings
 
 WATCH_S, POLL_S = 0.5, 0.2
 # Weights that run no code, and what configures the model, its tokenizer and its chat template; in its main folder only,

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
-from coppice.stack.preflight import PORTS, preflight, reserve
-from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
+from coppice.stack.process import ProcessFailed, Ready, ServiceProcess, reserve
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, checkout, module_of
+from coppice.stack.spec import HTTP_PORT, PORTS, HeadSpec, StackSpec, checkout, module_of, preflight
 
 MODULES = {
     "verifier": module_of("services.verifier"),

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,32 @@ def await_end(process: subprocess.Popen[bytes], grace_s: float) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def why_no_port(host: str, port: int) -> str:
+    """Why nobody can listen there; empty when one can."""
+    try:
+        with contextlib.ExitStack() as tried:
+            reserve(tried, host, port)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+def reserve(until: contextlib.ExitStack, host: str, port: int) -> int:
+    """Bind a port, 0 for a free one, without listening, until the stack ends; returns its number.
+
+    A server that sets SO_REUSEADDR can listen there, and while none does, no outgoing connection and no server that
+    takes any port gets it. Raises OSError.
+    """
+    bare = host.strip("[]")
+    bound = until.enter_context(socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((bare, port))
+    number = int(bound.getsockname()[1])
+    if sys.platform != "linux":  # two sockets cannot share a port there
+        bound.close()
+    return number
 
 
 class ServiceProcess:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from coppice.errors import Unavailable
-from coppice.stack.preflight import reserve
-from coppice.stack.process import await_end
+from coppice.stack.process import await_end, reserve
 
 READY_S, STOP_S, POLL_S = 10.0, 5.0, 0.02
 MEMORY = "512mb"

@@ -16,9 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from coppice.stack.launch import MODULES
 from tests.chart.chart import ALL, ROOT, containers, objects, pods
 
-MODULES = ("services.verifier", "services.drafter", "services.adapter", "orchestrator")
 SYSTEM = {"sh", "sleep"}
 """commands of the image's operating system and of Redis' own image"""
 
@@ -65,17 +65,12 @@ def test_every_source_exists_and_the_final_layers_are_nobodys_and_hold_no_more_t
         assert (ROOT / source).exists(), source
         assert not left_out(source), source
     assert all(map(left_out, (".git/config", "tests/tiny.py", "services/drafter/__pycache__/x.pyc")))
-    assert list(stages()) == ["build", "cpu", "cuda"]
-    assert ["--from=build", "/app", "/app"] in instructions("cpu", "COPY")
-    assert stages()["cuda"][0][1] == "cpu"
     for stage in ("cpu", "cuda"):
         assert instructions(stage, "USER")[-1] == ["10001:10001"]
         assert not instructions(stage, "ADD")
     assert not instructions("cpu", "RUN")
     (run,) = instructions("cuda", "RUN")
-    installed = run[run.index("--no-install-recommends") + 1 :]
-    assert installed[: installed.index("&&")] == ["gcc", "libc6-dev"]
-    assert not re.search(r"apt|gcc|build-essential", " ".join(map(" ".join, stages()["build"])))
+    assert {"gcc", "libc6-dev"} <= set(run), "Triton compiles for the host, too"
 
 
 def test_what_is_compiled_at_run_time_is_kept_where_the_chart_lets_it_be_written() -> None:
@@ -100,13 +95,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_of_the_chart_is_in_the_image() -> None:
     run = [each for name in ALL for pod in pods(objects(name)).values() for each in containers(pod)]
     commands = [each["command"] for each in run if "command" in each]  # those of Ray are KubeRay's
-    assert {words[2] for words in commands if words[0] == "python"} == set(MODULES)
+    assert {words[2] for words in commands if words[0] == "python"} == set(MODULES.values())
     own = {words[0] for words in commands} - SYSTEM - {"python"}
     assert own == {"coppice", "hf"}
     assert all(shutil.which(command, path=Path(sys.executable).parent) for command in own)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", MODULES.values())
 def test_a_service_starts_from_what_the_image_holds(module: str, app: Path) -> None:
     """It gets as far as its settings: an unknown variable ends it with the exit code of a usage error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("COPPICE_", "PYTHONPATH"))}

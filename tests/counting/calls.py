@@ -17,9 +17,9 @@ from pathlib import Path
 
 from coppice.client import Client
 from coppice.stack import process
-from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from tests import fork_server
+from tests.tiny_stack import serving
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
@@ -70,11 +70,9 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
     """Calls a step under each policy, by one sampled answer after a few that warm up."""
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
-        patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 5000}}  # late drafts take calls of their own
-        spec = StackSpec.demo(
-            heads=tuple(map(HeadSpec.shipped, heads)), verifier_threads=1, drafter_threads=1, extra=patient
-        )
-        with Stack(spec) as stack, Client(stack.address) as client:
+        shipped = map(HeadSpec.shipped, heads)
+        patient = serving(Path(name), None, *shipped, draft_deadline_ms=5000)  # late drafts take calls of their own
+        with patient as stack, Client(stack.address) as client:
             pids = {name: ready.pid for name, ready in stack.services.items()}
             for policy in policies:
                 for seed in range(WARM_UP):

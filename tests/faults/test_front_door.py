@@ -21,13 +21,14 @@ from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.health import Health
 from coppice.rpc.server import most_calls
 from coppice.stack.launch import Stack
-from coppice.stack.spec import StackSpec
+from coppice.stack.spec import COUNTED_HEADS
 from coppice.telemetry import MOST_SCRAPES, metric
 from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Started
 from orchestrator.service import GenerationServicer
 from tests.signals import eventually
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 
 VOCAB, CONTEXT = 300, 32_768
 SEATS = 4
@@ -38,23 +39,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A verifier with KV for two long sessions and an orchestrator with a few seats."""
     folder = tmp_path_factory.mktemp("door")
     target = make_target(folder / "target", VOCAB, max_len=CONTEXT)
-    spec = StackSpec(
-        target=target,
-        dtype="float32",
-        verifier_threads=1,
-        extra={
-            "verifier": {"verifier.kv_tokens": 2 * CONTEXT + 512, "limits.queue_s": 1, "verifier.prune": False},
-            "orchestrator": {
-                "limits.sessions": SEATS,
-                "limits.queued": 40,
-                "limits.queue_s": 120,  # beside other tests a seat takes a while
-                "limits.max_new_tokens": CONTEXT,
-            },
+    extra = {
+        "verifier": {"verifier.kv_tokens": 2 * CONTEXT + 512, "limits.queue_s": 1, "verifier.prune": False},
+        "orchestrator": {
+            "limits.sessions": SEATS,
+            "limits.queued": 40,
+            "limits.queue_s": 120,  # beside other tests a seat takes a while
+            "limits.max_new_tokens": CONTEXT,
         },
-    )
-    with Stack(spec, log_dir=folder) as running:
+    }
+    with serving(folder, target, *COUNTED_HEADS, draft_deadline_ms=0, extra=extra) as running:
         yield running
-    assert not running.unclean
 
 
 @contextlib.asynccontextmanager

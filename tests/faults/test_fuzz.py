@@ -26,7 +26,7 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES, Ready
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire.verifier import verify_request_to_wire
 from services.adapter.push import DrafterLink
@@ -37,6 +37,7 @@ from tests.faults.talks import HELD, VOCAB, Says
 from tests.proof import ROOT
 from tests.pushes import Push, altered
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
 MESSAGES = 800  # to each method of each service; tests/nightly sends 100,000
@@ -74,19 +75,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("fuzz")
     target = make_target(folder / "target", VOCAB, layers=8, hidden=talks.HIDDEN)
     block = save_random(folder / "block", "specblock", vocab_size=VOCAB)
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("lm", "lm", target), HeadSpec("lookup", "lookup"), HeadSpec("block", "specblock", block)),
-        policy="single:lookup",
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        adapt=True,
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 500, "limits.max_new_tokens": 16}},
-    )
-    with Stack(spec, log_dir=folder) as running:
+    heads = HeadSpec("lm", "lm", target), HeadSpec("lookup", "lookup"), HeadSpec("block", "specblock", block)
+    options = {"policy": "single:lookup", "adapt": True, "extra": {"orchestrator": {"limits.max_new_tokens": 16}}}
+    with serving(folder, target, *heads, draft_deadline_ms=500, **options) as running:
         yield running
-    assert not running.unclean
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ STUB_USERS = {
     *("coppice/client", "coppice/commands", "coppice/wire", "lab"),
     *("orchestrator", "services/adapter", "services/drafter", "services/verifier"),
 }
-"""Folders that may import the generated stubs. Beside coppice/wire they only register or call a service, name its
+"""Folders that may import coppice.v1. Beside coppice/wire they only register or call a service, name its
 messages in annotations, and make messages that hold nothing."""
 
 

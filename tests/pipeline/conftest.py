@@ -13,10 +13,11 @@ import pytest
 from coppice.client.client import Client
 from coppice.rpc.channels import Dialer, Stub
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import verifier_pb2
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 
 VOCAB = 300
 HEADS, SEATS = ("specblock-code", "lookup"), 16
@@ -35,19 +36,9 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
     A test that kills one of them starts it again.
     """
-    heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
-    spec = StackSpec(
-        target=target,
-        heads=heads,
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        # The machine that runs tests may be busy: no head is to be benched for that.
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000, "orchestrator.http_port": 0}},
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    heads = HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup")
+    with serving(tmp_path_factory.mktemp("logs"), target, *heads, http_port=0) as running:
         yield running
-    assert not running.unclean
 
 
 @pytest.fixture(scope="session")
@@ -58,19 +49,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "limits.sessions": SEATS,
         "limits.queued": 0,
         "server.grace_s": 0.5,
-        "orchestrator.draft_deadline_ms": 2000,
     }
-    spec = StackSpec.demo(
-        heads=tuple(map(HeadSpec.shipped, HEADS)),
-        dtype="float32",
-        http_port=0,
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": seats, "verifier": {"verifier.prune": False}},
-    )
-    with Stack(spec, log_dir=logs) as running:
+    extra = {"orchestrator": seats, "verifier": {"verifier.prune": False}}
+    with serving(logs, None, *map(HeadSpec.shipped, HEADS), http_port=0, extra=extra) as running:
         yield running
-    assert not running.unclean
     log = (logs / "orchestrator.log").read_text()
     assert "Traceback" not in log
     assert "unexpected error" not in log

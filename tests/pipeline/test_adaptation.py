@@ -22,13 +22,14 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.v1 import adapter_pb2 as pb
 from services.adapter.push import DrafterLink
 from tests.faults.campaign.scenarios import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
 from tests.signals import eventually
+from tests.tiny_stack import serving
 
 __all__ = ["heads", "target"]  # fixtures
 
@@ -43,20 +44,9 @@ Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]
 @pytest.fixture(scope="module")
 def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("adapter")
-    spec = StackSpec(
-        target=target,
-        heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        adapt=True,
-        http_port=0,
-        extra={
-            "adapter": {**QUICK, "adapter.folder": folder},
-            "orchestrator": {"orchestrator.draft_deadline_ms": 20_000},
-        },
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    both = (HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items())
+    options = {"adapt": True, "http_port": 0, "extra": {"adapter": {**QUICK, "adapter.folder": folder}}}
+    with serving(tmp_path_factory.mktemp("logs"), target, *both, draft_deadline_ms=20_000, **options) as running:
         yield running
 
 

@@ -12,9 +12,10 @@ import pytest
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from tests.pipeline.conftest import VOCAB
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(12)) for n in range(2)]
 NEW = 240
@@ -24,10 +25,7 @@ NEW = 240
 def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A head with other random weights than the target's."""
     random_head = make_target(tmp_path_factory.mktemp("random"), VOCAB, layers=2, seed=1)
-    extra = {"orchestrator": {"orchestrator.draft_deadline_ms": 2000}}
-    told = {"dtype": "float32", "verifier_threads": 1, "drafter_threads": 1, "extra": extra}
-    spec = StackSpec(target=target, heads=(HeadSpec("random", "lm", random_head),), **told)
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    with serving(tmp_path_factory.mktemp("logs"), target, HeadSpec("random", "lm", random_head)) as running:
         yield running
 
 

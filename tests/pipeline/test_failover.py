@@ -15,11 +15,12 @@ import pytest
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from tests.processes import Service
 from tests.replicas import fit, interrupted, registry
 from tests.signals import eventually
+from tests.tiny_stack import serving
 
 __all__ = ["registry"]  # a fixture
 
@@ -32,18 +33,9 @@ def found(target: Path, registry: LocalRedis, tmp_path_factory: pytest.TempPathF
     """Two verifiers, two drafters and two orchestrators that know a registry and no address."""
     at = {"directory.redis": registry.url}
     found_there = {"orchestrator.verifiers": "redis", "orchestrator.heads": "self=redis"}
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("self", "lm", target),),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        verifiers=2,
-        replicas=2,
-        orchestrators=2,
-        extra={"verifier": at, "drafter": at, "orchestrator": {**at, **found_there}},
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("found")) as running:
+    extra = {"verifier": at, "drafter": at, "orchestrator": {**at, **found_there}}
+    options = {"verifiers": 2, "replicas": 2, "orchestrators": 2, "extra": extra, "draft_deadline_ms": 0}
+    with serving(tmp_path_factory.mktemp("found"), target, HeadSpec("self", "lm", target), **options) as running:
         yield running
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import pytest
 from coppice.client.client import AsyncClient, Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
-from tests.processes import Service
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, DRAFT_VOCAB, WINDOW = 32, 24, 24
@@ -35,7 +34,6 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 POLICIES = ("single:block", "single:eagle", "route", "merge")
 BUDGETS = (0, 1, 8, 31, 60)
 KINDS = {"block": "specblock", "eagle": "eagle3"}
-StartService = Callable[..., Service]
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +52,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Both heads and look-up; features older than 24 positions are gone."""
     block, eagle = HeadSpec("block", "specblock", heads["block"]), HeadSpec("eagle", "eagle3", heads["eagle"])
-    spec = StackSpec(
-        target=target,
-        heads=(block, eagle, HeadSpec("lookup", "lookup")),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 500}},
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    logs, lookup = tmp_path_factory.mktemp("logs"), HeadSpec("lookup", "lookup")
+    with serving(logs, target, block, eagle, lookup, draft_deadline_ms=500) as running:
         yield running
 
 
@@ -138,27 +129,20 @@ def test_a_drafter_that_stands_still_is_left_and_drafts_again_in_the_same_text(
 
 
 def test_killed_drafters_are_missed_by_nobody_and_draft_again_after_their_restart(
-    stack: Stack, client: Client, reference: Reference, heads: dict[str, Path], start_service: StartService
+    stack: Stack, client: Client, reference: Reference
 ) -> None:
-    killed = {name: stack.services[f"drafter-{name}"] for name in KINDS}
     ids: list[int] = []
     for chunk in chunks(client, "merge"):
         for name, at in (("block", 20), ("eagle", 40)):
             if len(ids) < at <= len(ids) + len(chunk.ids):
-                os.kill(killed[name].pid, signal.SIGKILL)
+                os.kill(stack.services[f"drafter-{name}"].pid, signal.SIGKILL)
         ids += chunk.ids
         if len(ids) >= 80:
             break
     assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
 
-    def restart(name: str) -> None:
-        port = killed[name].address.rpartition(":")[2]
-        head = ("--drafter.kind", KINDS[name], "--drafter.path", str(heads[name]))
-        shared = ("--server.port", port, "--drafter.target", str(stack.spec.target), "--drafter.threads", "1")
-        start_service("services.drafter", *head, *shared)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(restart, KINDS))
+    for name in KINDS:
+        stack.restart(f"drafter-{name}")
     for name in KINDS:
         ids.clear()
         until = None

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import openai
 import pytest
@@ -26,6 +25,7 @@ from pydantic import SecretStr
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
+from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from tests.pipeline.conftest import HEADS, call, parts_of
 from tests.signals import eventually
@@ -399,12 +399,8 @@ def test_no_body_is_an_internal_error(stack: Stack, path: str, body: dict[str, A
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_seat_and_its_kv(stack: Stack, grpc_client: Client, stream: bool) -> None:
-    page = f"http://{stack.services['verifier'].metrics}/metrics"
-
     def kv_used() -> float:
-        with urlopen(page, timeout=10) as metrics:
-            (line,) = re.findall(r"^coppice_verifier_kv_tokens_used\S* (\S+)$", metrics.read().decode(), re.MULTILINE)
-        return float(line)
+        return metric(stack.services["verifier"].metrics, "coppice_verifier_kv_tokens_used")
 
     before = kv_used()
     connection = begun(stack, stream=stream, n=2)

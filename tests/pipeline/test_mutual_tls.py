@@ -20,12 +20,13 @@ from coppice.client.client import Client
 from coppice.errors import PermissionDenied, Unauthenticated, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
 from tests.signals import eventually
+from tests.tiny_stack import serving
 
 __all__ = ["heads", "target"]  # fixtures
 
@@ -45,20 +46,10 @@ def stack(
     tokens = authority.folder / "tokens"
     tokens.write_text(f"tests {sha256(TOKEN.encode()).hexdigest()} 2\n")
     extra = {role: authority.flags(role) for role in ROLES}
-    extra["orchestrator"] |= {"orchestrator.tokens": tokens, "orchestrator.draft_deadline_ms": 20_000}
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("block", "specblock", heads["block"]),),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        adapt=True,
-        http_port=0,
-        extra=extra,
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    extra["orchestrator"] |= {"orchestrator.tokens": tokens}
+    block, options = HeadSpec("block", "specblock", heads["block"]), {"adapt": True, "http_port": 0, "extra": extra}
+    with serving(tmp_path_factory.mktemp("logs"), target, block, draft_deadline_ms=20_000, **options) as running:
         yield running
-    assert not running.unclean
 
 
 def answers_are_the_targets(stack: Stack, dialer: Dialer, reference: Reference) -> None:

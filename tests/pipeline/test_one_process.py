@@ -26,7 +26,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
@@ -38,6 +38,7 @@ from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
 from tests.replicas import fit, interrupted, registry
 from tests.signals import eventually
+from tests.tiny_stack import serving
 
 __all__ = ["heads", "registry", "target"]  # fixtures
 
@@ -71,31 +72,20 @@ def stack(
         "orchestrator": {
             "orchestrator.verifiers": "redis",
             "orchestrator.heads": ["block=redis", "mortal=redis"],
-            "orchestrator.draft_deadline_ms": 20_000,
         },
         "adapter": {**QUICK, "adapter.drafters": "block=redis"},
     }
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")),
-        one_process=True,
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        verifiers=2,
-        adapt=True,
-        extra={
-            **{role: {**at, **authority.flags(role), **more} for role, more in found.items()},
-            "drafter": {"drafter.verifiers": "redis"},
-        },
-    )
+    both = HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")
+    extra = {role: {**at, **authority.flags(role), **more} for role, more in found.items()}
+    extra["drafter"] = {"drafter.verifiers": "redis"}
+    options = {"one_process": True, "verifiers": 2, "adapt": True, "extra": extra}
+    logs = tmp_path_factory.mktemp("logs")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(packages)
         patch.setenv("TEST_CONSTANTS", "coppice.rpc.directory.LEASE_S=20")
         patch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
-        with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+        with serving(logs, target, *both, draft_deadline_ms=20_000, **options) as running:
             yield running
-    assert not running.unclean
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,13 @@ from coppice.errors import InvalidField
 from coppice.rpc.channels import Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Timings
 from tests.pipeline.conftest import VOCAB, described
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
 NEW = 40
@@ -231,15 +232,10 @@ def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path) -> None:
     reference = Reference(penalised, "float32", threads=1)
-    spec = StackSpec(
-        target=penalised,
-        heads=(HeadSpec("self", "lm", penalised),),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
-    )
-    with Stack(spec, log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
+    with (
+        serving(tmp_path / "logs", penalised, HeadSpec("self", "lm", penalised)) as stack,
+        Client(stack.address) as client,
+    ):
         assert client.describe().repetition_penalty == 1.25
         expected = reference.greedy(PROMPTS[0], NEW).ids
         assert expected == reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.25)).ids

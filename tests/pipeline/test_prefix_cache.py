@@ -20,7 +20,7 @@ from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
@@ -29,6 +29,7 @@ from tests.pipeline.conftest import described
 from tests.reference import EFFORT
 from tests.signals import eventually
 from tests.tiny import make_target
+from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 60
@@ -53,22 +54,15 @@ def tokens_of(folder: Path) -> Path:
 def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two clients, two verifiers with room for some sessions and little else, and a look-up head that remembers."""
     tokens = tokens_of(tmp_path_factory.mktemp("tokens"))
-    told = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.tokens": tokens, "orchestrator.http_port": 0}
     head = save_random(tmp_path_factory.mktemp("eagle"), "eagle3", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2)
-    spec = StackSpec(
-        target=target,
-        heads=(HeadSpec("eagle", "eagle3", head), HeadSpec("lookup", "lookup")),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        verifiers=2,
-        extra={
-            "verifier": {"verifier.kv_tokens": 2048},
-            "drafter": {"drafter.memory_tokens": 1_000_000},
-            "orchestrator": told,
-        },
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    extra = {
+        "verifier": {"verifier.kv_tokens": 2048},
+        "drafter": {"drafter.memory_tokens": 1_000_000},
+        "orchestrator": {"orchestrator.tokens": tokens},
+    }
+    both = HeadSpec("eagle", "eagle3", head), HeadSpec("lookup", "lookup")
+    logs = tmp_path_factory.mktemp("logs")
+    with serving(logs, target, *both, verifiers=2, http_port=0, extra=extra) as running:
         yield running
 
 

@@ -7,23 +7,23 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 import coppice
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
+from coppice.telemetry import scrape
 from coppice.wire.generation import Origin
+from tests.tiny_stack import serving
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (5, 6, 7, 8, 5, 6, 7)
@@ -42,12 +42,10 @@ SERIES = (
 
 def scraped(stack: Stack) -> dict[str, list[Sample]]:
     """What the orchestrator exposes, by name."""
-    with urlopen(f"http://{stack.orchestrator.metrics}/metrics") as page:
-        families = list(text_string_to_metric_families(page.read().decode()))
-    found: dict[str, list[Sample]] = {}
-    for sample in [sample for family in families for sample in family.samples]:
-        found.setdefault(sample.name, []).append(sample)
-    return found
+    samples: dict[str, list[Sample]] = {}
+    for sample in scrape(stack.orchestrator.metrics):
+        samples.setdefault(sample.name, []).append(sample)
+    return samples
 
 
 def total(samples: dict[str, list[Sample]], name: str) -> float:
@@ -161,13 +159,9 @@ def facts_of(span: Span) -> dict[str, str]:
     return {fact.key: str(getattr(fact.value, fact.value.WhichOneof("value"))) for fact in span.attributes}
 
 
-def traced_stack(target: Path, endpoint: str, log_dir: Path) -> Stack:
-    told = {"telemetry.otlp_endpoint": endpoint}
-    heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
-    extra = {role: dict(told) for role in ("verifier", "drafter", "orchestrator")}
-    extra["orchestrator"]["orchestrator.draft_deadline_ms"] = 2000
-    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
-    return Stack(spec, log_dir=log_dir)
+def traced_stack(target: Path, endpoint: str, logs: Path) -> AbstractContextManager[Stack]:
+    extra = dict.fromkeys(("verifier", "drafter", "orchestrator"), {"telemetry.otlp_endpoint": endpoint})
+    return serving(logs, target, HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"), extra=extra)
 
 
 def test_a_request_is_one_trace_through_every_process(
@@ -225,4 +219,3 @@ def test_a_request_is_one_trace_through_every_process(
 def test_a_collector_that_is_away_costs_no_answer(target: Path, tmp_path: Path) -> None:
     with traced_stack(target, "http://127.0.0.1:9", tmp_path / "logs") as stack, Client(stack.address) as client:
         assert client.generate(PROMPT, max_new_tokens=8, ignore_eos=True).new_tokens == 8
-    assert not stack.unclean

@@ -20,11 +20,12 @@ from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.signals import counts, eventually, queries, samples
+from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import HIDDEN
 
 __all__ = ["heads", "target"]  # fixtures
@@ -47,18 +48,10 @@ def stack(
     target: Path, heads: dict[str, Path], redis: LocalRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     """Both heads; drafts are waited for, so that none is superseded."""
-    told = {"adaptation.redis": redis.url}
-    spec = StackSpec(
-        target=target,
-        heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
-        dtype="float32",
-        verifier_threads=1,
-        drafter_threads=1,
-        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 20_000, **told}, "drafter": told},
-    )
-    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+    extra = {role: {"adaptation.redis": redis.url} for role in ("orchestrator", "drafter")}
+    both = (HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items())
+    with serving(tmp_path_factory.mktemp("logs"), target, *both, draft_deadline_ms=20_000, extra=extra) as running:
         yield running
-    assert not running.unclean
 
 
 @pytest.fixture

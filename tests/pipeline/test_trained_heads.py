@@ -9,8 +9,9 @@ import pytest
 from coppice.client.client import Client
 from coppice.prompts import demo_prompts
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
+from tests.tiny_stack import serving
 
 NAMES = ("dspark-code", "specblock-code", "eagle3-code")
 POLICIES = ("single:dspark-code", "single:specblock-code", "single:eagle3-code", "route", "merge")
@@ -19,14 +20,11 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The demo's target with its trained heads."""
-    patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 3000, "orchestrator.budget": 8}}
-    heads = tuple(map(HeadSpec.shipped, NAMES))
-    spec = StackSpec.demo(heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=patient)
-    with Stack(spec) as running:
+    heads, logs = map(HeadSpec.shipped, NAMES), tmp_path_factory.mktemp("logs")
+    with serving(logs, None, *heads, draft_deadline_ms=3000, budget=8) as running:
         yield running
-    assert not running.unclean
 
 
 @pytest.fixture(scope="module")

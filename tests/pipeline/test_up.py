@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from coppice.commands.up import metrics_pages
 from coppice.stack.launch import MODULES, Stack, Supervisor
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference
-from coppice.wire.generation import Chunk
+from tests.replicas import interrupted
 from tests.signals import eventually
 
 LOAD_S = 2
@@ -55,13 +56,7 @@ def supervised(stack: Stack) -> Iterator[list[str]]:
 
 def struck(client: Client, pid: int, policy: str) -> tuple[int, ...]:
     """An answer in whose middle a process is killed."""
-    ids: list[int] = []
-    for event in client.stream(PROMPT, policy=policy, max_new_tokens=NEW, ignore_eos=True):
-        if isinstance(event, Chunk):
-            if len(ids) < 20 <= len(ids) + len(event.ids):
-                os.kill(pid, signal.SIGKILL)
-            ids += event.ids
-    return tuple(ids)
+    return interrupted(client, PROMPT, partial(os.kill, pid, signal.SIGKILL), policy=policy, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("name", ["drafter-lookup", "drafter-self", "verifier"])

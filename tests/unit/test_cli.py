@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import coppice
 from coppice import errors
 from coppice.cli import exit_code, main
+from coppice.commands.generate import print_tree
 from coppice.commands.serve import ROLES
 from coppice.config.settings import Settings
 from coppice.stack.spec import SHIPPED_HEADS
-from coppice.wire.generation import ChatMessage
+from coppice.wire.generation import ChatMessage, StepTree
 from orchestrator.text import ChatTemplate
 from tests.fake_service import MAX_LEN, Echo, echo_server
 
@@ -164,6 +166,25 @@ def test_generate_prints_the_text_or_one_object_and_nothing_else(run: Run, echo:
     assert 0 < answer["ttft_s"] < 60
     assert echo.requests[-1].ids == (72, 73, 74)
     assert run("generate", "busy", "--json") == (3, "", "coppice: busy\n")  # no half object
+
+
+def test_the_tree_that_accepted_most_is_shown_with_forwards_and_path() -> None:
+    tree = StepTree(
+        root=7,
+        tokens=(4, 5, 6, 8, 9),
+        parents=(0, 0, 1, 1, 3),
+        log_probs=(-0.1, -2.0, -0.4, -3.0, -0.9),
+        forwards=(1, 1, 1, 1, 2),
+        pieces=(" the", "$x$", " cat", "\n", ""),
+        accepted=(1, 3),
+        root_piece=" ",
+    )
+    other = StepTree(1, (2,), (0,), (-1.0,), (1,), ("x",), (1,))
+    plain = io.StringIO()
+    print_tree([other, tree, other], Console(file=plain, width=80, color_system=None))
+    lines = plain.getvalue().splitlines()
+    assert [line.strip("│├└─ ") for line in lines[:6]] == ["␣", "␣the ✓", "␣cat ✓", "9", "\\n", "$x$"]
+    assert "5 nodes, 2 accepted" in lines[-1]
 
 
 def test_chat_keeps_the_conversation_and_ends_with_its_input_or_a_bad_option(run: Run, echo: Echo) -> None:

@@ -22,9 +22,8 @@ from coppice.commands.doctor import find
 from coppice.config.model import GIB, ModelSize, disagreements, ends_line, text_ends
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
-from coppice.stack import preflight as preflight_module
-from coppice.stack.preflight import check_target, preflight, target_warnings
-from coppice.stack.spec import StackSpec
+from coppice.stack import spec as spec_module
+from coppice.stack.spec import PORTS, StackSpec, check_target, preflight, target_warnings
 from tests.tiny import make_target
 
 Up = Callable[..., str]
@@ -66,7 +65,7 @@ def test_a_port_that_is_taken_is_named_and_http_goes_elsewhere_unless_it_was_cho
         assert up(target, "--port", 0, "--http-port", port) == named
         monkeypatch.setenv("COPPICE_ORCHESTRATOR__HTTP_PORT", str(port))
         assert up(target, "--port", 0, http_port=port) == named
-        for name in preflight_module.PORTS:
+        for name in PORTS:
             spec = StackSpec(target=target, extra={"orchestrator": {name: port}})
             with pytest.raises(InvalidField, match=f"{name}: 127.0.0.1:{port} cannot be used"):
                 preflight(spec, spec.settings())
@@ -103,7 +102,7 @@ def test_kv_that_nobody_sizes_takes_half_of_what_the_weights_leave(
 
 def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, spec = ModelSize.of(target, "float32"), StackSpec(target=target, dtype="float32", verifiers=2)
-    monkeypatch.setattr(preflight_module, "free_memory", lambda _: 2.0 * (size.weights + 2 * 5000 * size.kv))
+    monkeypatch.setattr(spec_module, "free_memory", lambda _: 2.0 * (size.weights + 2 * 5000 * size.kv))
     assert check_target(spec, spec.settings()) == 5000
     monkeypatch.setenv("COPPICE_VERIFIER__KV_TOKENS", "7000")
     assert check_target(spec, spec.settings()) == 7000
