@@ -217,8 +217,8 @@ class Bare:
 
     def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
         """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
-        self.engine.timings((rows,), sessions=sessions, context=context, repeats=3)  # warm-up
-        return self.engine.timings((rows,), sessions=sessions, context=context)[rows] / 1e6
+        self.engine.timing(rows, sessions=sessions, context=context, repeats=3)  # warm-up
+        return self.engine.timing(rows, sessions=sessions, context=context) / 1e6
 
     def draft_ms(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int = 1

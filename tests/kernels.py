@@ -1,23 +1,20 @@
-"""Triton's kernels without a GPU: their rule in torch, under its interpreter, and compiled for a GPU."""
+"""The rules of Triton's kernels in torch, and batches of drafted trees to try them on."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import re
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from coppice.engine.attention import Layer
-from coppice.engine.steps import StepInputs
+from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
+from coppice.engine.rows import PackedBatch, Piece, RowTable, ancestors, pack
+from coppice.engine.steps import Bucket, StepInputs
 from coppice.heads.tree import torch_gumbel, torch_hashes
 from services.verifier.device import KEY, LEAST, ROW, TEMPERATURE
 
@@ -40,67 +37,11 @@ def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, 
     return torch.tensor(drawn)
 
 
-def products_in_float64() -> None:
-    """Have numpy, whose products the interpreter takes for a device's, sum every row alike wherever it stands.
-
-    In float32 a BLAS may sum the last rows of a matrix in another order than the first ones, as some do on some CPUs.
-    """
-    single = np.matmul
-    np.matmul = lambda a, b, dtype=None: single(a, b, dtype=np.float64).astype(dtype or np.float32)  # type: ignore[assignment]
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton's kernels run on the CPU."""
-    pytest.importorskip("triton")
-    os.environ["TRITON_INTERPRET"] = "1"
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), products_in_float64) as process:
-        process.submit(os.getpid).result()
-        del os.environ["TRITON_INTERPRET"]
-        yield process
-
-
-def compiled_for_hopper(
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, object],
-    aligned: Sequence[str],
-    options: Mapping[str, int],
-    folder: Path,
-) -> tuple[Any, dict[str, int], str]:
-    """A kernel as an H100 gets it, its threads' memory, of which registers were spilled to STACK and LOCAL, and a
-    listing of its instructions.
-
-    aligned: arguments that are multiples of 16.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    place = kernel.arg_names.index
-    source = ASTSource(
-        kernel,
-        signature={**types, **dict.fromkeys(constants, "constexpr")},
-        constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={(place(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
-    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [tool, "--dump-resource-usage", "--dump-sass", folder / "kernel.cubin"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return compiled, {name: int(count) for name, count in re.findall(r"(STACK|LOCAL):(\d+)", listing)}, listing
-
-
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """The rule of `kernels.rotate` in torch's operators, which is transformers' formula."""
-
-    def of(states: Tensor) -> Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return states * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-    assert len(query) == len(key) == 1  # the kernel reads one text
-    return of(query), of(key)
+@torch.library.custom_op("tests::rotate", mutates_args=())
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule of `kernels.rotate`, which reads one text, in torch's operators: transformers' formula."""
+    assert len(query) == len(key) == 1
+    return apply_rotary_pos_emb(query, key, cos, sin)  # type: ignore[no-any-return]
 
 
 def tree_attention(
@@ -138,3 +79,91 @@ def _tree_attention(
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., : len(key)].nan_to_num()  # of rows that see nothing zeros
     return (weights @ values[slot].transpose(1, 2).float()).flatten(1, 2).to(q.dtype)
+
+
+# Batches of drafted trees over pools of scattered blocks, and tree attention over them.
+
+BLOCK_SIZE = 8
+KV = KVShape(2, 16, 16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer's attention."""
+
+    heads: int = 4
+    kv: KVShape = KV
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+def random_tree(rows: int, rng: random.Random) -> list[int]:
+    """Parents of a tree whose root is row 0."""
+    return [-1, *(rng.randrange(max(0, row - 9), row) for row in range(1, rows))]
+
+
+def filled_pool(shape: Shape, tokens: int) -> KVPool:
+    """A pool of one layer and of random contents, cut up so that blocks scatter."""
+    pool = KVPool(layers=[shape.kv], tokens=tokens, block_size=BLOCK_SIZE, dtype=shape.dtype)
+    for part in pool.layers[0]:
+        part.normal_()
+    held = [pool.allocate(f"held {place}", BLOCK_SIZE) for place in range(16)]
+    for table in held[::2]:
+        pool.free(table)
+    return pool
+
+
+def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: int = 0) -> Piece:
+    """Rows of a tree behind `prefix` tokens, of which earlier forwards wrote the first `earlier`."""
+    depths = (ancestors(parents).sum(1) - 1).tolist()
+    return Piece(
+        table=table,
+        prefix_len=prefix,
+        tokens=[1] * (len(parents) - earlier),
+        parents=[max(-1, parent - earlier) for parent in parents[earlier:]],
+        depths=depths[earlier:],
+        keep=[0],
+        earlier=(ancestors(parents)[earlier:, :earlier], np.array(depths[:earlier], np.int64) + prefix),
+    )
+
+
+def random_batch(pool: KVPool, sizes: Sequence[tuple[int, int, int]], rng: random.Random) -> PackedBatch:
+    """Sessions of (prefix, rows, earlier rows): a tree each, but every third one a chain."""
+    pieces = []
+    for session, (prefix, rows, earlier) in enumerate(sizes):
+        table = pool.allocate(str(session), (prefix + rows) // 2)
+        pool.extend(table, prefix + rows + earlier)
+        parents = list(range(-1, rows + earlier - 1)) if session % 3 == 2 else random_tree(rows + earlier, rng)
+        pieces.append(tree_piece(table, prefix, parents, earlier))
+    return pack(pieces)
+
+
+def filled_inputs(batch: PackedBatch, pool: KVPool, group: int, bucket: Bucket | None = None) -> StepInputs:
+    """A batch in its own bucket, or in a larger one, of a model of `group` query heads a key head."""
+    table = RowTable.of(batch.tails)
+    inputs = StepInputs(bucket or Bucket.of(table, len(batch.logits_to_keep)), group, pool)
+    inputs.fill(batch, table)
+    return inputs
+
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""of one forward: q (T, H, D), k (T, KVH, D), v (T, KVH, V), sinks (H,)"""
+
+
+def random_rows(shape: Shape, rows: int) -> Rows:
+    """Rows of normal numbers."""
+    kv_heads, dim, value_dim = shape.kv
+    sizes = (shape.heads, dim), (kv_heads, dim), (kv_heads, value_dim)
+    q, k, v = (torch.randn(rows, *size).to(shape.dtype) for size in sizes)
+    return q, k, v, torch.randn(shape.heads).to(shape.dtype) if shape.sinks else None
+
+
+def attend(function: Callable[..., Tensor], batch: PackedBatch, rows: Rows, pool: KVPool, shape: Shape) -> Tensor:
+    """The rows' attention by an implementation of the kernel, padded to a bucket: (T, H, V)."""
+    inputs, count = filled_inputs(batch, pool, shape.heads // shape.kv.kv_heads), len(batch.tokens)
+    *states, sinks = rows
+    padded = (torch.cat((part, part.new_ones(inputs.bucket.rows - count, *part.shape[1:]))) for part in states)
+    layer = Layer(0, shape.window, None, shape.softcap, sinks)
+    return function(*padded, *pool.layers[0], inputs, layer)[:count]

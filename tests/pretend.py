@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 
 # Allocations and questions, which launch nothing; views say themselves that they are ones.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_contiguous", "_fused_sdp_choice"}
+FREE |= {"_unsafe_view"}  # a view that does not say so
 # How many there are is known after the device is done.
 LAUNCHES = {"tree_attention": 3, "keyed_argmax": 2}
 """of operators that are several kernels"""

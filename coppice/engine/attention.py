@@ -199,7 +199,7 @@ class LayerMask:
     window: int | None
 
 
-_active: ContextVar[Attention | None] = ContextVar("coppice_packed_attention", default=None)
+_active: ContextVar[Attention] = ContextVar("coppice_packed_attention")
 
 
 @contextmanager
@@ -224,14 +224,11 @@ def packed_mask(
 
     Raises UnsupportedModel when the model's mask is anything but causal, plain or windowed.
     """
-    attention = _active.get()
-    if attention is None:
-        raise RuntimeError("packed attention runs inside Engine.forward only")
     if use_vmap or allow_is_bidirectional_skip:
         raise UnsupportedModel("the model's mask is not the plain causal one")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         raise UnsupportedModel("chunked attention is not supported")
-    return LayerMask(attention, local_size)
+    return LayerMask(_active.get(), local_size)
 
 
 def packed_attention(
@@ -274,34 +271,28 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
-@dataclass(frozen=True)
 class KVLayout:
-    """What a model's attention needs of the pool, read off a forward instead of guessed from its config.
+    """What a model's attention needs of the pool, noted in a forward that it answers with zeros, not guessed from a
+    config.
 
     layers: what each layer keeps of a token. windows: those that some layer has, None being none. group: the most query
     heads that a layer has for each key head. vocab_size: the width of the logits.
     """
 
-    layers: tuple[KVShape, ...]
-    windows: frozenset[int | None]
-    group: int
-    vocab_size: int
-
-
-class _Recorder:
-    """Notes what the layers keep, and answers zeros."""
-
     def __init__(self) -> None:
-        self.layers: list[Layer] = []
-        self.shapes: list[KVShape] = []
-        self.group = 1
+        self.layers: list[KVShape] = []
+        self.numbers: list[int] = []
+        self.windows: set[int | None] = set()
+        self.group, self.vocab_size = 1, 0
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend."""
         (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
         if value.shape[1] != kv_heads or heads % kv_heads or kept != [rows, dim] or value.shape[2] != rows:
             raise UnsupportedModel(f"layer {layer.number} attends with {heads} heads from {key.shape} to {value.shape}")
-        self.layers.append(layer)
-        self.shapes.append(KVShape(kv_heads, dim, value.shape[3]))
+        self.layers.append(KVShape(kv_heads, dim, value.shape[3]))
+        self.numbers.append(layer.number)
+        self.windows.add(layer.window)
         self.group = max(self.group, heads // kv_heads)
         return value.new_zeros(1, rows, heads, value.shape[3])
 
@@ -314,10 +305,10 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
     if getattr(model, "_is_stateful", False):  # of transformers: a text's state cannot be taken back to an earlier row
         raise UnsupportedModel(f"{name} keeps a state of the text beside its keys and values")
     model.set_attn_implementation(NAME)
-    recorder = _Recorder()
+    layout = KVLayout()
     row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
-        with torch.inference_mode(), using(recorder):
+        with torch.inference_mode(), using(layout):
             present = torch.ones_like(row, dtype=torch.bool)
             logits = model(
                 input_ids=row, attention_mask=present, position_ids=row, use_cache=False, logits_to_keep=0
@@ -329,7 +320,7 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
         reason = "it computes with its mask" if reads else one_line(error)
         raise UnsupportedModel(f"{name} cannot run packed: {reason}") from error
     layers = model.config.get_text_config().num_hidden_layers
-    if [layer.number for layer in recorder.layers] != list(range(layers)):
+    if layout.numbers != list(range(layers)):
         raise UnsupportedModel(f"{name} does not attend exactly once in each of its {layers} layers")
-    windows = frozenset(layer.window for layer in recorder.layers)
-    return KVLayout(tuple(recorder.shapes), windows, recorder.group, logits.shape[-1])
+    layout.vocab_size = logits.shape[-1]
+    return layout

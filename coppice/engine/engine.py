@@ -133,18 +133,13 @@ class EngineInfo:
     """What is served. vocab_size is the width of the logits: every token id is below it."""
 
     vocab_size: int
-    context: Context
+    context: Context  # of the longest text
     layers: int
     hidden_size: int
     eos_ids: tuple[int, ...]
     dtype: str
     feature_layers: tuple[int, ...]  # those drafters want by default
     weights_hash: bytes  # the fingerprint of what was loaded
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of the longest text."""
-        return self.context.tokens
 
 
 @dataclass(frozen=True)
@@ -235,12 +230,9 @@ class Engine:
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
-        The tables have room for the rows of all pieces. Raises ValueError for feature layers the model does not have.
+        The tables have room for the rows of all pieces, and the model has the feature layers. The last hidden state is
+        none of them: transformers gives it after the final norm.
         """
-        for index in batch.feature_layers:
-            # The last hidden state is left out: transformers gives it after the final norm.
-            if not 0 <= index < self.info.layers:
-                raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
         if self.tell is not None:
             self.tell(batch)
         run = self.steps.prepare(batch) if self.steps is not None else self._prepare(batch)
@@ -258,29 +250,24 @@ class Engine:
     def capture(self) -> str:
         """Have the CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
         assert self.steps is not None
-        blocks = padded(-(-min(self.info.max_context, self.pool.spare) // self.pool.block_size))
+        blocks = padded(-(-min(self.info.context.tokens, self.pool.spare) // self.pool.block_size))
         return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
 
-    def timings(
-        self, rows: Sequence[int], *, sessions: int = 1, context: int = 300, repeats: int = 15
-    ) -> dict[int, int]:
-        """Median nanoseconds of a bare forward, plan included, for each number of rows a session.
+    def timing(self, rows: int, *, sessions: int = 1, context: int = 300, repeats: int = 15) -> int:
+        """Median nanoseconds of a bare forward, plan included, over so many rows a session.
 
         Borrows room for sessions * (context + rows) tokens from the pool; raises OutOfBlocks when there is none.
         """
-        timings: dict[int, int] = {}
-        for count in rows:
-            with ExitStack() as stack:
-                borrowed = (self.pool.borrow(f"timing-{s}", context + count) for s in range(sessions))
-                tables = [stack.enter_context(table) for table in borrowed]
-                batch = pack([Piece.chain(table, context, [0] * count, range(count)) for table in tables])
-                took: list[int] = []
-                for _ in range(repeats):
-                    start = time.perf_counter_ns()
-                    _ = self.forward(batch).forward_ns  # waits for a device
-                    took.append(time.perf_counter_ns() - start)
-            timings[count] = int(statistics.median(took))
-        return timings
+        with ExitStack() as stack:
+            borrowed = (self.pool.borrow(f"timing-{s}", context + rows) for s in range(sessions))
+            tables = [stack.enter_context(table) for table in borrowed]
+            batch = pack([Piece.chain(table, context, [0] * rows, range(rows)) for table in tables])
+            took: list[int] = []
+            for _ in range(repeats):
+                start = time.perf_counter_ns()
+                _ = self.forward(batch).forward_ns  # waits for a device
+                took.append(time.perf_counter_ns() - start)
+        return int(statistics.median(took))
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:

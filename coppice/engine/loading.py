@@ -44,19 +44,17 @@ def load_engine(
 
     dtype: float32, bfloat16 or float16, of what is not quantised. ranks: of torch.distributed's default group, which
     all call this at once and get an engine each, with this rank's part of the weights and key heads, and whole logits.
-    Raises ValueError for another dtype, UnusableFolder, UnsupportedModel, the latter where it can before the weights
-    are read, SelfCheckError, and NotInvariant where that was asked for.
+    Raises UnusableFolder, and UnsupportedModel, where it can before the weights are read.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     folder = Path(path)
     with _quiet(folder):
-        _check_layout(folder)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_layout(folder, config)
         ends = text_ends(folder)
         log.info(ends_line(ends), folder=str(folder))
         for line in disagreements(folder):
             log.warning(line)
-        model = _load(folder, device, dtype, ranks)
+        model = _load(folder, config, device, dtype, ranks)
         if ends and model.generation_config is not None:
             model.generation_config.eos_token_id = list(next(iter(ends.values())))
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
@@ -86,9 +84,8 @@ def _quiet(folder: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _check_layout(folder: Path) -> None:
+def _check_layout(folder: Path, config: Any) -> None:
     """Ask the model's class, without weights, whether it can run packed. Raises UnsupportedModel."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     fields = text_config(folder)
     for name, other in config.get_text_config().attribute_map.items():  # two names of one field
         value, again = fields.get(name), fields.get(other)
@@ -106,15 +103,16 @@ def _check_layout(folder: Path) -> None:
             raise
 
 
-def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
+def _load(folder: Path, config: Any, device: str, dtype: str, ranks: int) -> PreTrainedModel:
     """The model with every tensor from the folder, and every tensor of the folder in it. Raises UnusableFolder."""
     load: Any = AutoModelForCausalLM.from_pretrained
+    quantised = getattr(config, "quantization_config", None) is not None
     where: dict[str, Any] = {}
     if ranks > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
 
         where["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
-    elif _is_quantised(folder):
+    elif quantised:
         where["device_map"] = None if device == "cpu" else device  # some kinds cannot be moved once they are loaded
     model, report = load(
         folder,
@@ -130,7 +128,7 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         ("lacks", report["missing_keys"]),
         ("holds, but the model has no place for,", report["unexpected_keys"]),
         ("holds in another shape", {key for key, *_ in report["mismatched_keys"]}),
-        ("is not quantised, but holds no floating numbers in", set() if _is_quantised(folder) else _unscaled(folder)),
+        ("is not quantised, but holds no floating numbers in", set() if quantised else _unscaled(folder)),
     ):
         if keys:
             shown, more = sorted(keys)[:_SHOWN], len(keys) - _SHOWN
@@ -140,8 +138,7 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         model = model.to(device)
     elif dtype == "float32" and not getattr(model, "is_quantized", False):
         model = model.to(torch.float32)  # quantised numbers became bfloat16 where nothing multiplies them
-    placed: PreTrainedModel = model
-    return placed
+    return model  # type: ignore[no-any-return]
 
 
 def _unscaled(folder: Path) -> set[str]:
@@ -161,8 +158,3 @@ def _let_go_of_files(model: PreTrainedModel) -> None:
         for tensor in tensors:
             if not tensor.is_mkldnn:
                 tensor.data = tensor.data.clone()
-
-
-def _is_quantised(folder: Path) -> bool:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return getattr(config, "quantization_config", None) is not None

@@ -42,13 +42,11 @@ _multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
 
 
-def compiled_rows(rows: int) -> int:
-    """The number of rows that so many are multiplied as: less than a quarter more."""
-    step = 1 if rows <= EXACT else 1 << ((rows - 1).bit_length() - 3)
-    return -(-rows // step) * step
-
-
-_PADDING = {rows: compiled_rows(rows) - rows for rows in range(1, MOST + 1) if compiled_rows(rows) > rows}
+_PADDING = {
+    rows: padding
+    for rows in range(EXACT + 1, MOST + 1)
+    if (padding := -rows % (1 << ((rows - 1).bit_length() - 3)))  # less than a quarter
+}
 """rows that are added to so many, where any are"""
 
 

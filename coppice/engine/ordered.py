@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,26 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coppice.engine.attention import Layer
-from coppice.engine.kv_cache import BlockTable, KVPool
-from coppice.engine.modules import derived
+from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import Bools, Ints, Tail
 
-SEGMENT = 128
-"""positions whose values are summed by themselves; borders are multiples of it"""
-CHAIN = 192
-"""keys up to which a product adds up in one chain: a segment's and those between them that are not seen"""
-TILE = 128
-"""rows of one session that attend at once, at most"""
-ROWS = 16
-"""rows of a product whose matrix is not packed"""
-VECTOR = 64
-"""numbers in two vectors, which torch's loops take at once, of any type"""
-GRAIN = 1 << 15
-"""numbers from which on torch gives parts to several threads"""
-LANES = 64
-"""numbers of keys that a softmax runs over are multiples of it"""
-QUERIES = 4
-"""rows of a product are a multiple of it"""
+SEGMENT = 128  # positions whose values are summed by themselves; borders are multiples of it
+CHAIN = 192  # keys up to which a product adds up in one chain: a segment's and those between them that are not seen
+TILE = 128  # rows of one session that attend at once, at most
+ROWS = 16  # rows of a product whose matrix is not packed
+VECTOR = 64  # numbers in two vectors, which torch's loops take at once, of any type
+GRAIN = 1 << 15  # numbers from which on torch gives parts to several threads
+LANES = 64  # numbers of keys that a softmax runs over are multiples of it
+QUERIES = 4  # rows of a product are a multiple of it
 
 
 def by_rows(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
@@ -71,57 +60,27 @@ def by_row(model: nn.Module) -> None:
         if type(module) is nn.Linear:
             module.__class__ = RowsLinear
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
-            kind: Any = type(module)
-            module.__class__ = _by_rows(kind)
+            module.forward = partial(by_rows, module.forward)
 
 
-@cache
-def _by_rows(kind: Any) -> Any:
-    """The class of a function of single numbers, by rows."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        """(..., N) -> (..., N)."""
-        return by_rows(lambda some: kind.forward(self, some), states)
-
-    return derived(kind, forward=forward)
+def _sees_all(visible: Bools) -> bool:
+    """Whether each row sees all rows before it, as in a prompt."""
+    rows, columns = visible.shape
+    return bool((visible.sum(axis=1) == np.arange(columns - rows + 1, columns + 1)).all())
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows of a session, and what each sees.
-
-    visible: (n, E + n) of the tokens behind the prefix. length: (n,) keys of each row. ordered: each row sees all rows
-    before it.
-    """
-
-    table: BlockTable
-    prefix: int
-    visible: Bools
-    length: Ints
-    ordered: bool
-
-    @property
-    def end(self) -> int:
-        """The token index behind its rows."""
-        return self.prefix + int(self.visible.shape[1])
-
-
-def tiles_of(tail: Tail) -> Iterator[Tile]:
+def tiles_of(tail: Tail) -> Iterator[Tail]:
     """Cut a session's rows: no tile has more than TILE of them, nor more keys behind its border than a chain."""
     (count, columns), visible = tail.visible.shape, tail.visible
-    earlier, length = columns - count, tail.prefix + tail.visible.sum(axis=1)
-    ordered = bool((length == tail.prefix + earlier + np.arange(1, count + 1)).all())
-    first = 0
+    earlier, ordered, first = columns - count, _sees_all(visible), 0
     while first < count:
         end = min(count, first + TILE)
         if ordered:
-            rows = end - first
-            prefix, seen = tail.prefix + earlier + first, np.tri(rows, dtype=np.bool_)
+            yield Tail(tail.table, tail.prefix + earlier + first, np.tri(end - first, dtype=np.bool_))
         else:
             needed = np.logical_or.accumulate(visible[first:end], axis=0).sum(axis=1)
             end = first + max(1, int(np.searchsorted(needed, CHAIN - tail.prefix % SEGMENT, side="right")))
-            prefix, seen = tail.prefix, visible[first:end, : earlier + end]
-        yield Tile(tail.table, prefix, seen, length[first:end], ordered)
+            yield Tail(tail.table, tail.prefix, visible[first:end, : earlier + end])
         first = end
 
 
@@ -130,7 +89,7 @@ class Ordered:
 
     def __init__(self, tails: Sequence[Tail], pool: KVPool) -> None:
         self._tiles, self._pool = [tile for tail in tails for tile in tiles_of(tail)], pool
-        self._counts = [len(tile.length) for tile in self._tiles]
+        self._counts = [len(tile.visible) for tile in self._tiles]
         self._plans: dict[tuple[int | None, ...], list[_Plan]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -154,14 +113,14 @@ class _Plan:
     """
 
     def __init__(
-        self, tile: Tile, pool: KVPool, window: int | None, group: int, kv_heads: int, dim: int, value_dim: int
+        self, tile: Tail, pool: KVPool, window: int | None, group: int, kv_heads: int, dim: int, value_dim: int
     ) -> None:
-        self._layers, count = pool.layers, len(tile.length)
+        self._layers, count = pool.layers, len(tile.visible)
         step = QUERIES // math.gcd(group, QUERIES)
         rows = -(-count // step) * step
         local = np.minimum(np.arange(rows), count - 1)  # (N,)
         tokens, seen, order, self._front = _keys(tile, window)
-        self._locate(tile, tokens, kv_heads, pool)
+        self._locate(tile, tokens, pool)
         self._sizes = [min(SEGMENT, self._front - some) for some in range(0, self._front, SEGMENT)]
         # Zeros where nothing is written, (KVH, G, N, D); the tile's own; and as (KVH, M, D).
         self._queries = torch.zeros(kv_heads, group, rows, dim)
@@ -179,10 +138,10 @@ class _Plan:
         # (1, n, KVH, G, V)
         self._out = self._sums.view(1, kv_heads, group, rows, -1).permute(0, 3, 1, 2, 4)[:, :count]
 
-    def _locate(self, tile: Tile, tokens: Ints, kv_heads: int, pool: KVPool) -> None:
+    def _locate(self, tile: Tail, tokens: Ints, pool: KVPool) -> None:
         """Find the slots of new rows, and of keys by token (L,): as views where they lie in a row."""
-        count, table = len(tile.length), tile.table
-        new_slots = table.slots(np.arange(tile.end - count, tile.end))
+        count, table = len(tile.visible), tile.table
+        new_slots = table.slots(np.arange(tile.length - count, tile.length))
         at = int(table.blocks[0]) * pool.block_size + int(tokens[0])
         self._viewed = (
             table.consecutive and at + len(tokens) <= pool.spare + 1 and bool((np.diff(tokens[:-1]) == 1).all())
@@ -192,7 +151,7 @@ class _Plan:
             self._written, self._read = pool.read(int(new_slots[0]), count), pool.read(at, len(tokens))
             return
         self._new_slots = torch.from_numpy(new_slots)
-        self._slots = torch.from_numpy(table.slots(np.minimum(tokens, tile.end - 1)))
+        self._slots = torch.from_numpy(table.slots(np.minimum(tokens, tile.length - 1)))
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """As Attention.attend, of these rows, into `out`."""
@@ -247,14 +206,14 @@ class _Plan:
             front, beta = end, 1
 
 
-def _keys(tile: Tile, window: int | None) -> tuple[Ints, Bools, Ints | None, int]:
+def _keys(tile: Tail, window: int | None) -> tuple[Ints, Bools, Ints | None, int]:
     """Return the tokens of a tile's keys, (L,); which of them each row sees, (n, L); of those behind the last whole
     segment, if they are a tree's, which one a row sees at each position, (n, P); and how many are in front of these.
     """
-    length = tile.length[:, None]
+    length = tile.prefix + tile.visible.sum(axis=1, keepdims=True)
     low = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
     start, border = int(low.min()) // SEGMENT * SEGMENT, tile.prefix // SEGMENT * SEGMENT
-    if tile.ordered:
+    if _sees_all(tile.visible):
         tokens = np.arange(start, start + _lanes(int(length.max()) - start))
         return tokens, (tokens < length) & (tokens >= low), None, len(tokens)
     used = np.flatnonzero(tile.visible.any(axis=0))

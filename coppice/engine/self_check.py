@@ -33,14 +33,6 @@ ROUNDINGS = {torch.float32: 20.0, torch.bfloat16: 1.6, torch.float16: 4.0}
 ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
-class SelfCheckError(UnsupportedModel):
-    """Packed attention and eager attention disagree: the engine must not serve."""
-
-
-class NotInvariant(UnsupportedModel):
-    """A row's bits depend on what is computed beside it, or on how its text came in."""
-
-
 def self_check(engine: Engine) -> None:
     """Compare a tree, alone and packed beside another session, with eager attention over each of its paths.
 
@@ -51,7 +43,7 @@ def self_check(engine: Engine) -> None:
     none below 1,000 in float32. With experts rounding can send a token of the prefix to another one, which moves all
     rows (1 of 80 texts), so that three texts have to agree.
 
-    Raises SelfCheckError with the figures, OutOfBlocks when the pool is too small for it.
+    Raises UnsupportedModel with the figures, OutOfBlocks when the pool is too small for it.
     """
     dtype, most = engine.model.dtype, ROUNDINGS[engine.model.dtype]
     for seed in range(_TEXTS):
@@ -59,7 +51,7 @@ def self_check(engine: Engine) -> None:
         off = int((~(distances <= most)).sum())  # `not <=`, so that NaN is off
         if off <= ROWS_OFF[dtype] * len(distances):
             return
-    raise SelfCheckError(
+    raise UnsupportedModel(
         f"{type(engine.model).__name__} says something else when it runs packed: {off} of {len(distances)} rows differ "
         f"from eager attention by more than {most:g} times their rounding, the median row by "
         f"{float(distances.median()):.2g} times"
@@ -75,7 +67,7 @@ def roundings(engine: Engine, seed: int) -> Tensor:
     rounding. It goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises OutOfBlocks.
     """
     window = max((window for window in engine.layout.windows if window is not None), default=0)
-    room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
+    room = min(engine.info.context.tokens, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(seed)
     prefix, tree = _write(engine, max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room)), random)
     packed = _packed_logits(engine, prefix, tree)
@@ -112,12 +104,12 @@ def _write(engine: Engine, length: int, random: torch.Generator) -> tuple[list[i
 
 def check_invariant(engine: Engine) -> bytes:
     """Compare the bits of a tree's rows, alone and beside another session, with those of the same texts committed: as
-    one prompt, and as one in two parts with a step behind. Returns SHA-256 of them. Raises NotInvariant, and
+    one prompt, and as one in two parts with a step behind. Returns SHA-256 of them. Raises UnsupportedModel, and
     OutOfBlocks when the pool is too small.
     """
     if any(parameter.dim() > 2 for parameter in engine.model.parameters()):
-        raise NotInvariant("verifier.invariant: experts multiply as many rows at once as are sent to them")
-    room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
+        raise UnsupportedModel("verifier.invariant: experts multiply as many rows at once as are sent to them")
+    room = min(engine.info.context.tokens, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(engine.info.vocab_size, (max(1, min(_BORDER, room)) + len(_PARENTS),), generator=random)
     prefix, tree = ids[: -len(_PARENTS)].tolist(), ids[-len(_PARENTS) :].tolist()
@@ -130,7 +122,7 @@ def check_invariant(engine: Engine) -> bytes:
                     step = Piece.chain(table, start, text[start:end], [end - start - 1])
                     logits = engine.forward(pack([step])).logits[0].float()
             if not (torch.equal(logits, alone[path[-1]]) and torch.equal(logits, beside[path[-1]])):
-                raise NotInvariant(
+                raise UnsupportedModel(
                     f"verifier.invariant: {type(engine.model).__name__} says something else of the same text here when "
                     "it comes in other parts, or beside others"
                 )

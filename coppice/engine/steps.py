@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -51,11 +51,10 @@ class Bucket(NamedTuple):
     kept: int
 
     @classmethod
-    def of(cls, batch: PackedBatch, table: RowTable) -> Bucket:
-        """The least bucket for a batch."""
+    def of(cls, table: RowTable, kept: int) -> Bucket:
+        """The least bucket for a batch whose rows see this, so many of which are kept."""
         tail = int((table.length - table.paged).max())
-        sizes = (len(batch.tokens), *table.table.shape, len(batch.logits_to_keep))
-        rows, sessions, blocks, kept = map(padded, sizes)
+        rows, sessions, blocks, kept = map(padded, (len(table.session), *table.table.shape, kept))
         return cls(rows, sessions, padded(tail) if tail else 0, blocks, kept)
 
     def holds(self, other: Bucket) -> bool:
@@ -217,14 +216,14 @@ class TappedModel:
         """Have the next forwards keep these layers' inputs. Most keep those of the one before."""
         for handle in self._handles:
             handle.remove()
+        self._tapped = layers
+        self._handles = [
+            self.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+            for index in layers
+        ]
 
-        def hook(index: int) -> RemovableHandle:
-            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self._hidden[index] = args[0] if args else kwargs["hidden_states"]
-
-            return self.layers[index].register_forward_pre_hook(keep, with_kwargs=True)
-
-        self._tapped, self._handles = layers, [hook(index) for index in layers]
+    def _keep(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hidden[index] = args[0] if args else kwargs["hidden_states"]
 
 
 @cache
@@ -270,7 +269,8 @@ class Steps:
         overwrite the answer.
         """
         table, layers = RowTable.of(batch.tails), batch.feature_layers
-        bucket, graphs = Bucket.of(batch, table), self.graphs if set(layers) <= set(self._layers) else []
+        bucket = Bucket.of(table, len(batch.logits_to_keep))
+        graphs = self.graphs if set(layers) <= set(self._layers) else []
         graph = next((graph for graph in graphs if graph.inputs.bucket.holds(bucket)), None)
         inputs = graph.inputs if graph else self._inputs(bucket)
         inputs.fill(batch, table)

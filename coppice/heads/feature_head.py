@@ -204,11 +204,8 @@ class FeatureHead(Head):
     def _sent(self, rows: Rows, features: Tensor) -> Inputs:
         """Copy what the rows see, and behind it their features or the numbers of the states that they read."""
         table = RowTable.of(rows.tails)
-        entries, tail = len(table.session), int((table.length - table.paged).max())
-        sessions, blocks = map(padded, table.table.shape)
-        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.outputs) or 1))
         read = _as_ints(features) if rows.sources is None else np.array(rows.sources, np.int64)
-        inputs = self._step_inputs(bucket, padded(max(1, len(read))))
+        inputs = self._step_inputs(Bucket.of(table, len(rows.outputs)), padded(len(read)))
         batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.outputs))
         sent = inputs.fill(batch, table, read)
         if rows.sources is not None:
@@ -219,7 +216,7 @@ class FeatureHead(Head):
             features,
             self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
             inputs.positions[None, : len(rows.tokens)],
-            self._attends(inputs.narrowed(entries)),
+            self._attends(inputs.narrowed(len(table.session))),
             inputs.keep[: len(rows.outputs)],
         )
 

@@ -131,7 +131,7 @@ class LanguageModelHead(Head):
             # Of the target's, where the two were compared: they may differ in added tokens.
             tokenizer_hash=own_hash and tokenizer_hash(settings.target or settings.path),
         )
-        self.max_context = info.max_context
+        self.max_context = info.context.tokens
         self._sessions: dict[int, _Session] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:

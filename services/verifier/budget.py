@@ -138,13 +138,13 @@ def measure(engine: Engine, kv_tokens: int) -> CostCurve:
 
     `kv_tokens`: the size of the pool. Runs where the engine runs, while it serves nobody.
     """
-    most = min(kv_tokens, engine.info.max_context) - _CONTEXT
+    most = min(kv_tokens, engine.info.context.tokens) - _CONTEXT
     seconds: dict[int, float] = {}
     began = time.perf_counter()
     for rows in _ROWS:
         # One row always: a small pool or context has room for no more.
         if rows == 1 or (rows <= most and (len(seconds) < _LEAST_POINTS or time.perf_counter() - began < _MEASURE_S)):
-            seconds[rows] = engine.timings((rows,), context=_CONTEXT, repeats=_REPEATS)[rows] / 1e9
+            seconds[rows] = engine.timing(rows, context=_CONTEXT, repeats=_REPEATS) / 1e9
     return CostCurve(seconds)
 
 

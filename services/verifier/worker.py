@@ -127,10 +127,11 @@ class Worker(BatchingThread):
                 torch.set_num_threads(self.settings.threads)
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
-            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
+            log.warning("the context is shorter than the model's", tokens=self.engine.info.context.tokens, why=cut_by)
         log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
-        self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
+        for rows in range(WARM_ROWS, 0, -1):
+            self.engine.timing(rows, context=WARM_ROWS, repeats=1)
         warm_up(self.engine)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))

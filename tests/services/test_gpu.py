@@ -21,8 +21,7 @@ from coppice.engine import kernels
 from coppice.engine.engine import Engine
 from coppice.engine.self_check import self_check
 from coppice.speculation.sampling import SamplingParams
-from tests.kernels import tree_attention
-from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch
+from tests.kernels import Shape, attend, filled_pool, random_batch, random_rows, tree_attention
 from tests.services.test_device import SAMPLINGS, Verifier, junk_tree, opened, seeded, step, target, written
 
 __all__ = ["target"]  # the fixture
@@ -79,7 +78,7 @@ def test_the_kernel_computes_what_its_torch_form_does(shape: Shape) -> None:
         pool = filled_pool(shape, 4096)
         sizes = [(rng.randrange(200), rng.randrange(1, 70), 0) for _ in range(rng.randrange(1, 9))]
         batch = random_batch(pool, sizes, rng)
-        layer = Inputs.random(shape, len(batch.tokens))
+        layer = random_rows(shape, len(batch.tokens))
         here, there = (attend(form, batch, layer, pool, shape).float() for form in (tree_attention, on_cuda))
         bound = 1e-5 if shape.dtype is torch.float32 else 2e-2
         assert (here - there).abs().max() <= bound * here.abs().max()

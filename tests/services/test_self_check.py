@@ -1,4 +1,5 @@
-"""The check at load: it passes every sound model in every dtype, and finds planted faults of attention.
+"""The check at load: it passes every sound model in every dtype, and finds planted faults of attention; and the bits
+that an invariant engine promises.
 
 COPPICE_CHECKED_TARGET=FOLDER tries the same faults on a real model, COPPICE_CHECKED_TEXTS (20) texts each.
 """
@@ -8,24 +9,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from coppice.engine import rows as rows_module
 from coppice.engine import self_check as check_module
-from coppice.engine.attention import Layer, Sdpa
+from coppice.engine.attention import Layer, Sdpa, UnsupportedModel
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.ordered import Ordered
+from coppice.engine.loading import load_engine
+from coppice.engine.ordered import Ordered, RowsLinear, by_rows
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
-from coppice.engine.self_check import NotInvariant, SelfCheckError, check_invariant, roundings, self_check
-from tests.services.test_engine import CONFIGS, engine_of, model_of, prefill, some_ids
+from coppice.engine.self_check import check_invariant, roundings, self_check
+from coppice.testing.tiny_models import save_tiny
+from tests.services.test_engine import CONFIGS, VOCAB, Tree, model_of
 
 Patch = pytest.MonkeyPatch
 TREE_ROWS = 12
@@ -118,19 +125,17 @@ def refused(engine: Engine, seed: int = 0) -> bool:
 
 
 def engine_in(name: str, dtype: str, **settings: Any) -> Engine:
-    return Engine(copy.deepcopy(model_of(name)).to(DTYPES[dtype]), kv_tokens=512, **settings)
+    return Engine(copy.deepcopy(model_of(name)).to(DTYPES[dtype]), kv_tokens=4096, **settings)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_passes_and_leaves_nothing_behind(name: str) -> None:
-    engine = engine_of(name)
-    self_check(engine)
-    assert roundings(engine, 0).median() < 1.5
-    assert (engine.pool.used_tokens, engine.pool.free_tokens) == (0, engine.pool.spare)
-    table, _ = prefill(engine, "a", some_ids(5))  # and the model attends through the pool again
-    assert table.num_tokens == 5
-    for dtype in ("bfloat16", "float16"):
-        self_check(engine_in(name, dtype))
+    for dtype in DTYPES:
+        engine = engine_in(name, dtype)
+        self_check(engine)
+        assert (engine.pool.used_tokens, engine.pool.free_tokens) == (0, engine.pool.spare)
+        last_step(engine, "a", [5] * 5, 5, random.Random(0))  # and the model attends through the pool again
+    assert roundings(engine_in(name, "float32"), 0).median() < 1.5
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_it_finds_planted_faults(name: str, dtype: str, invariant: bool, monkeyp
 def test_a_faulty_engine_is_refused_in_figures(dtype: str, monkeypatch: Patch) -> None:
     engine = engine_in("llama", dtype)
     mixed_rows(monkeypatch)
-    with pytest.raises(SelfCheckError, match=r"24 of 24 rows differ from eager attention by more than .* the median"):
+    with pytest.raises(UnsupportedModel, match=r"24 of 24 rows differ from eager attention by more than .* the median"):
         self_check(engine)
 
 
@@ -168,8 +173,101 @@ def test_what_is_wrong_in_a_tree_alone_is_not_invariant(dtype: str, monkeypatch:
     for fault in FAULTS.keys() - {"no scale"} | UNSEEN.keys():
         with monkeypatch.context() as patch:
             (FAULTS | UNSEEN)[fault](patch)
-            with pytest.raises(NotInvariant):
+            with pytest.raises(UnsupportedModel, match="something else of the same text"):
                 check_invariant(engine)
+
+
+# Invariant engines: the same bits of a text, however it came in and whatever is beside it.
+
+
+def last_step(engine: Engine, name: str, text: list[int], room: int, choose: random.Random) -> Piece:
+    """The session's last token as a step, behind the others in chunks of any size."""
+    table, at = engine.pool.allocate(name, room), 0
+    while at < len(text) - 1:
+        chunk = text[at : at + choose.choice((1, 3, 50, 200))][: len(text) - 1 - at]
+        engine.forward(pack([Piece.chain(table, at, chunk)]))
+        at += len(chunk)
+    return Piece.chain(table, at, text[at:], [0])
+
+
+def drafted(engine: Engine, seed: int) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Texts that end with a row of a tree, and the logits and features of that row, verified beside other trees."""
+    choose, pieces, texts = random.Random(seed), [], []
+    for session in range(choose.choice((1, 2, 4))):
+        prefix = [choose.randrange(VOCAB) for _ in range(choose.choice((1, 30, 60, 120, 127, 128)))]
+        tree = Tree(choose.choice((1, 2, 12, 40, 100)), seed)
+        name, room = f"drafted-{session}", len(prefix) + len(tree.tokens)
+        step = last_step(engine, name, [*prefix, 0], room, choose)
+        pieces.append(tree.piece(engine, step.table, len(prefix)))
+        texts += [prefix + tree.text(row) for row in range(len(tree.tokens))]
+    output = engine.forward(pack(pieces, (1,)))
+    assert output.features is not None
+    for piece in pieces:
+        engine.pool.free(piece.table)
+    return list(zip(texts, output.logits.clone(), output.features.clone(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma2"])
+def test_a_drafted_row_has_the_bits_of_the_committed_one(name: str, dtype: str) -> None:
+    engine = engine_in(name, dtype, invariant=True)
+    for seed in range(3):
+        rows = drafted(engine, seed)
+        choose = random.Random(-seed)
+        for text, logits, features in choose.sample(rows, min(8, len(rows))):
+            hole = engine.pool.allocate("hole", choose.randrange(1, 99))
+            beside = last_step(engine, "beside", text[: choose.randrange(1, len(text) + 1)], len(text), choose)
+            engine.pool.free(hole)
+            step = last_step(engine, "committed", text, len(text), choose)
+            output = engine.forward(pack([beside, step], (1,)))
+            assert output.features is not None
+            assert torch.equal(output.logits[1], logits)
+            assert torch.equal(output.features[1], features)
+            for piece in (step, beside):
+                engine.pool.free(piece.table)
+
+
+def test_two_loads_name_the_same_bits_and_others_promise_none(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    first, second = (load_engine(tmp_path, dtype="bfloat16", kv_tokens=1024, invariant=True) for _ in range(2))
+    assert first.bits_hash == second.bits_hash
+    assert len(first.bits_hash) == 32
+    assert load_engine(tmp_path, dtype="bfloat16", kv_tokens=1024).bits_hash == b""
+
+
+def test_what_depends_on_other_rows_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    engine = engine_in("llama", "float32", invariant=True)
+    act = engine.model.model.layers[1].mlp.act_fn
+    with monkeypatch.context() as patch:
+        patch.setattr(type(act), "__call__", lambda _, states: F.silu(states) * (1 + 1e-6 * states.shape[1]))
+        with pytest.raises(UnsupportedModel, match="something else of the same text"):
+            check_invariant(engine)
+    check_invariant(engine)
+    with pytest.raises(UnsupportedModel, match="something else of the same text"):  # it sums in any order
+        check_invariant(engine_in("llama", "float32"))
+    save_tiny("mixtral", "", tmp_path)
+    with pytest.raises(UnsupportedModel, match="experts"):
+        load_engine(tmp_path, kv_tokens=1024, invariant=True)
+
+
+@pytest.mark.parametrize("width", [48, 64, 768])
+def test_functions_of_numbers_know_no_neighbours(width: int) -> None:
+    states = torch.randn(1, 700, width)
+    whole = by_rows(F.silu, states)
+    torch.testing.assert_close(whole, F.silu(states))
+    for first, count in ((0, 1), (3, 5), (7, 43), (100, 599)):
+        assert torch.equal(
+            by_rows(F.silu, states[:, first : first + count].contiguous()), whole[:, first : first + count]
+        )
+
+
+def test_products_of_matrices_that_are_not_packed_know_no_neighbours() -> None:
+    layer = nn.Linear(40, 24)
+    expected = layer(states := torch.randn(2, 25, 40))
+    layer.__class__ = RowsLinear
+    torch.testing.assert_close(layer(states), expected)
+    for rows in (0, 1, 7, 16, 25):
+        assert torch.equal(layer(states[:, :rows]), layer(states)[:, :rows])
 
 
 @pytest.mark.timeout(0)

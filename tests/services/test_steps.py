@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from coppice.engine import modules, steps
+from coppice.engine import steps
 from coppice.engine.engine import Engine
 from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import PackedBatch, Piece, pack
 from coppice.engine.steps import Bucket, Graph, StepInputs, Steps, TappedModel, graph_buckets
 from coppice.testing.tiny_models import VOCAB, save_tiny
-from tests.kernels import rotate
+from tests.pretend import FREE, LAUNCHES
 from tests.services.test_engine import Tree, kernel_rules
 
 __all__ = ["kernel_rules"]
@@ -178,15 +178,6 @@ def test_a_step_without_a_batch_writes_to_no_session(llama: PreTrainedModel) -> 
 class Launches(TorchDispatchMode):
     """Counts what a GPU would launch: operators that are no views, and of our own what they are known to launch."""
 
-    OWN = MappingProxyType({"tree_attention": 3})
-    FREE = frozenset(
-        {
-            *("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze"),
-            *("slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "alias", "detach"),
-            *("empty", "new_empty", "empty_like"),
-        }
-    )
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -195,23 +186,13 @@ class Launches(TorchDispatchMode):
         name = operator._schema.name.partition("::")[2]
         if name == "rms_norm" and not args[0].is_contiguous():
             self.counts["contiguous"] += 1  # CUDA's form copies first
-        if name not in self.FREE:
-            self.counts[name] += self.OWN.get(name, 1)
+        if name in ("contiguous", "to") or not (operator.is_view or name in FREE):
+            self.counts[name] += LAUNCHES.get(name, 1)
         return operator(*args, **(kwargs or {}))
-
-    def one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as one launch."""
-
-        def launch(*args: Any) -> Any:
-            self.counts[name] += 1
-            with _disable_current_modes():
-                return function(*args)
-
-        return launch
 
 
 @pytest.mark.parametrize(("kind", "most"), [(LlamaConfig, 14), (Qwen3Config, 18)])
-def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int) -> None:
     counted: list[Counter[str]] = []
     for layers in (4, 5):
         plain, model = (tiny(kind, layers).to(torch.bfloat16) for _ in range(2))
@@ -220,12 +201,9 @@ def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int, monkeypatc
         merge_launches(model)
         engine = engine_of(model)
         batch = some_batch(engine, 1)
-        mode = Launches()
-        with monkeypatch.context() as patch:
-            patch.setattr(modules, "rotate", mode.one("rotate", rotate))
-            run = steps_of(engine).prepare(batch)
-            with mode:
-                logits = run()[0]
+        run = steps_of(engine).prepare(batch)
+        with Launches() as mode:
+            logits = run()[0]
         plain = expected.forward(batch).logits
         assert (logits - plain).abs().max() < 0.05 * plain.abs().max()
         counted.append(mode.counts)

@@ -1,13 +1,22 @@
-"""Tree attention: its rule, the CPU's attention and the CUDA kernel agree, and a row's bits are its own."""
+"""Kernels under Triton's interpreter and compiled for a GPU: they compute what their rules in torch and the CPU do.
+
+Of tree attention a row's bits are its own; rows drawn at once are drawn as each alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import random
-from collections.abc import Callable, Sequence
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,19 +30,71 @@ from coppice.engine.attention import Layer, Sdpa
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import Piece, RowTable, ancestors, most_splits, pack, tail_blocks
 from coppice.engine.steps import Bucket, StepInputs
-from tests.kernels import compiled_for_hopper, interpreter, tree_attention
-from tests.ragged_batches import (
-    Inputs,
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from services.verifier import device as devices
+from services.verifier.device import COLUMNS, draw_rows, tabulate
+from tests.kernels import (
     Shape,
     attend,
     filled_inputs,
     filled_pool,
+    keyed_argmax,
     random_batch,
+    random_rows,
     random_tree,
+    tree_attention,
     tree_piece,
 )
+from tests.reference import EFFORT
 
-__all__ = ["interpreter"]  # a fixture
+
+def products_in_float64() -> None:
+    """Have numpy, whose products the interpreter takes for a device's, sum every row alike wherever it stands.
+
+    In float32 a BLAS may sum the last rows of a matrix in another order than the first ones, as some do on some CPUs.
+    """
+    single = np.matmul
+    np.matmul = lambda a, b, dtype=None: single(a, b, dtype=np.float64).astype(dtype or np.float32)  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton's kernels run on the CPU."""
+    pytest.importorskip("triton")
+    os.environ["TRITON_INTERPRET"] = "1"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), products_in_float64) as process:
+        process.submit(os.getpid).result()
+        del os.environ["TRITON_INTERPRET"]
+        yield process
+
+
+def compiled_for_hopper(
+    folder: Path, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: Sequence[str] = ()
+) -> tuple[Any, str]:
+    """A kernel as an H100 gets it, which spills no register, and a listing of its instructions.
+
+    constants: num_warps, too, where it is not 4. aligned: arguments that are multiples of 16.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    place, constants = kernel.arg_names.index, dict(constants)
+    options = {"num_warps": constants.pop("num_warps", 4)}
+    source = ASTSource(
+        kernel,
+        signature={**types, **dict.fromkeys(constants, "constexpr")},
+        constexprs={(place(name),): value for name, value in constants.items()},
+        attrs={(place(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [tool, "--dump-resource-usage", "--dump-sass", folder / "kernel.cubin"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"(STACK|LOCAL):(\d+)", listing)) == {("STACK", "0"), ("LOCAL", "0")}
+    return compiled, listing
+
 
 Sizes = Sequence[tuple[int, int, int]]  # prefix, rows and earlier rows of each session
 
@@ -50,9 +111,10 @@ def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, s
     torch.manual_seed(seed)
     pool = filled_pool(shape, 6000)
     batch = random_batch(pool, sizes, random.Random(seed))
-    layer = Inputs.random(shape, len(batch.tokens))
-    rows = (part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v))
-    kind = Layer(0, shape.window, None, shape.softcap, layer.sinks)
+    layer = random_rows(shape, len(batch.tokens))
+    *states, sinks = layer
+    rows = (part.transpose(0, 1)[None] for part in states)
+    kind = Layer(0, shape.window, None, shape.softcap, sinks)
     want = Sdpa(batch.tails, pool).attend(kind, *rows)[0]
     for tail in batch.tails:  # the rows' own, which the implementation has to write
         for part in pool.layers[0]:
@@ -69,7 +131,7 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
     pool.extend(drafting, prefix + rows)
     parents = random_tree(rows, rng)
     batch = pack([Piece.chain(other, 149, [1]), tree_piece(drafting, prefix, parents)])
-    layer = Inputs.random(shape, len(batch.tokens))
+    layer = random_rows(shape, len(batch.tokens))
     drafted = attend(function, batch, layer, pool, shape)[1:]
     same = []
     for node in nodes:
@@ -77,9 +139,10 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
         later, table = copy.deepcopy((pool, drafting))
         later.compact([(table, prefix, path[:-1].tolist())])
         later.extend(table, prefix + len(path))
-        row = slice(1 + node, 2 + node)
-        step = Inputs(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
-        plain = attend(function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), step, later, shape)
+        q, k, v = (part[1 + node : 2 + node] for part in layer[:3])
+        plain = attend(
+            function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), (q, k, v, layer[3]), later, shape
+        )
         same.append(torch.equal(plain[0], drafted[node]))
     return all(same)
 
@@ -203,16 +266,99 @@ def test_the_kernel_compiles_for_hopper_without_spills(dim: int, dtype: torch.dt
 
     q, stored = (torch.empty(1, heads, dim, dtype=dtype) for heads in (32, 8))
     inputs = StepInputs(Bucket(1, 1, 16, 1024, 1), 4, KVPool(layers=[KVShape(1, 1, 1)], tokens=32, block_size=32))
-    constants = shape_of(q, stored, inputs) | {"CAPPED": False}
-    options = {"num_warps": constants.pop("num_warps")}
     types = dict.fromkeys(("q", "keys", "values"), {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype])
     types |= dict.fromkeys(("sums", "tops", "weights"), "*fp32")
     types |= dict.fromkeys(("session", "paged", "length", "tail", "table", "tiles"), "*i32")
     types |= {"q_row": "i32", "q_head": "i32", "window": "i32", "scale": "fp32", "softcap": "fp32"}
     aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("q_row", "q_head")]
-    compiled, usage, listing = compiled_for_hopper(sum_parts, types, constants, aligned, options, tmp_path)
-    assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+    constants = shape_of(q, stored, inputs) | {"CAPPED": False}
+    compiled, listing = compiled_for_hopper(tmp_path, sum_parts, types, constants, aligned)
     assert compiled.metadata.shared <= 227 * 1024 // 2  # two programs on a processor
     if dtype == torch.bfloat16:
         assert "HGMMA" in listing
         assert "LDGSTS" in listing  # keys are under way while others are used
+
+
+# Draws.
+
+CPU = torch.device("cpu")
+LAWS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    for seed, (temperature, top_k, top_p, min_p) in enumerate(
+        [
+            *((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.3, 3, 0.9, 0.0), (1.0, 0, 0.95, 0.0)),
+            *((2.0, 0, 1.0, 0.05), (1.0, 50, 0.8, 0.02), (0.3, 0, 0.1, 0.0), (10.0, 1, 1.0, 0.0)),
+            (1.0, 5_000, 1e-12, 0),
+        ],
+        start=2**63 - 5,
+    )
+]
+
+
+def drawn_and_alone(
+    vocab: int, rows: int, dtype: torch.dtype, device: str, argmax: Callable[..., Any]
+) -> tuple[list[int], list[int]]:
+    """The tokens of random rows of all laws, drawn together and each alone on the host; half of the rows have ties
+    everywhere.
+    """
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
+    logits[::2] = (logits[::2] * 2).round() / 2
+    logits[::5, ::3] = -torch.inf
+    logits = logits.to(dtype)
+    numbers, positions = np.arange(rows), rng.integers(0, 2**17, rows)
+    sampled = [(numbers[at :: len(LAWS)], positions[at :: len(LAWS)], law) for at, law in enumerate(LAWS) if at]
+    with patch.object(devices, "keyed_argmax", argmax):
+        drawn = draw_rows(logits.to(device), tabulate(sampled, vocab, torch.device(device))).tolist()
+    plain = logits.float().numpy()
+    alone = [
+        draw(*decode_row(plain[row], law := LAWS[row % len(LAWS)]), law.seed, int(positions[row])) for row in numbers
+    ]
+    return drawn, alone
+
+
+def on_the_kernel(vocab: int, rows: int) -> tuple[list[int], list[int]]:
+    """The same with the CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
+    from services.verifier import draws_triton
+
+    return drawn_and_alone(vocab, rows, torch.float32, "cpu", partial(draws_triton.draw, columns=COLUMNS))
+
+
+ON_GPU = pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ON_GPU])
+@pytest.mark.parametrize(("vocab", "rows"), [(150, 1_900 * EFFORT), (5_000, 100 * EFFORT)])
+def test_rows_drawn_together_are_drawn_as_alone(vocab: int, rows: int, device: str, dtype: torch.dtype) -> None:
+    argmax = keyed_argmax if device == "cpu" else devices.keyed_argmax
+    drawn, alone = drawn_and_alone(vocab, rows, dtype, device, argmax)
+    assert drawn == alone
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(150, 200 * EFFORT), (5_000, 20 * EFFORT)])
+def test_the_kernel_draws_what_the_host_draws(vocab: int, rows: int, interpreter: ProcessPoolExecutor) -> None:
+    drawn, alone = interpreter.submit(on_the_kernel, vocab, rows).result()
+    assert drawn == alone
+
+
+def test_rows_that_are_refused_draw_nothing_and_disturb_no_other() -> None:
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
+    good = logits.clone()
+    logits[1, 3], logits[4, 0], logits[7] = torch.nan, torch.inf, -torch.inf
+    draws = tabulate([(np.arange(3, 9), np.arange(6), LAWS[4])], 40, CPU)
+    with patch.object(devices, "keyed_argmax", keyed_argmax):
+        drawn, expected = draw_rows(logits, draws), draw_rows(good, draws)
+    expected[[1, 4, 7]] = -1
+    assert torch.equal(drawn, expected)
+
+
+def test_the_draws_compile_for_hopper_without_spills(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from services.verifier.draws_triton import PART, best_of_all, best_of_parts
+
+    of_rows = {"highest": "*bf16", "table": "*i64"}
+    of_parts = {"bests": "*fp64", "tokens": "*i32"}
+    types = {"logits": "*bf16", **of_rows, "edges": "*bf16", "lasts": "*i64", **of_parts}
+    types |= dict.fromkeys(("count", "cut", "vocab", "stride"), "i32")
+    compiled_for_hopper(tmp_path, best_of_parts, types, {"KEY": 1, "TEMPERATURE": 3, "LEAST": 5, "N": PART})
+    compiled_for_hopper(tmp_path, best_of_all, {**of_rows, **of_parts, "drawn": "*i64", "parts": "i32"}, {"N": 128})
