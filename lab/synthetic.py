@@ -31,7 +31,7 @@ from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
-from coppice.heads.checkpoints import read_output, read_target, save_head
+from coppice.heads.checkpoints import TargetParts, save_head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
 from coppice.machine import default_dtype
@@ -144,10 +144,10 @@ def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], d
     torch.manual_seed(0)
     with torch.device(device), replacing(target) as partial:
         auto.from_config(config, dtype=DTYPES[dtype]).save_pretrained(partial)
-    parts, output = read_target(target), read_output(target).float()
+    parts = TargetParts(target)
     for kind in kinds:
-        shape = head_config(kind, config.get_text_config(), parts, DRAFT_VOCAB)
-        student = build_student(shape, parts.embedding, output, torch.arange(shape.draft_vocab_size), 0)
+        shape = head_config(kind, parts, DRAFT_VOCAB)
+        student = build_student(shape, parts, torch.arange(shape.draft_vocab_size), 0)
         with replacing(folder / kind) as partial:
             save_head(partial, student.model.to(DTYPES[dtype]), shape)
     heads = tuple(HeadSpec(kind, kind, folder / kind) for kind in kinds)

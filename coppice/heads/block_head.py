@@ -172,7 +172,6 @@ class MaskedBlockHead(FeatureHead):
         return int(self.config.block_size)
 
     def prefill(self, session: FeatureSession, upto: int) -> None:
-        """Put keys and values of the positions before `upto` into KV."""
         self._store([(session, upto)])
 
     def _store(self, pieces: Sequence[tuple[FeatureSession, int]]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -101,42 +102,33 @@ class Loaded:
     """(vocabulary, hidden), the head's own, else the target's"""
 
 
-@dataclass(frozen=True)
 class TargetParts:
-    """The parts of a target that a head must know."""
+    """What a head takes from its target."""
 
-    hidden_size: int
-    vocab_size: int
-    layers: int
-    embedding: Tensor
-    scale: float
-    """what the target's embedding module multiplies a row by"""
+    def __init__(self, folder: str | Path) -> None:
+        """Read configuration and token embedding of a target's folder. Raises InvalidField."""
+        self._folder = Path(folder)
+        check_model("drafter.target", str(folder))
+        config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+        self.config = config.get_text_config()
+        embedding = _find_tensor(self._folder, _TARGET_EMBEDDINGS)
+        if embedding is None:
+            raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+        self.embedding, self.vocab_size = embedding, len(embedding)
 
     def embedding_of(self, kind: str) -> Tensor:
         """Return what a head of a kind reads: a block of masks what the target's module gives, others the rows as they
         are stored, as the published loaders do.
         """
-        if self.scale == 1 or kind not in MASKED_KINDS:
+        if kind not in MASKED_KINDS or "gemma" not in self.config.model_type:  # others scale behind their module
             return self.embedding
-        return self.embedding * torch.tensor(self.scale, dtype=self.embedding.dtype)
+        return self.embedding * torch.tensor(self.config.hidden_size**0.5, dtype=self.embedding.dtype)
 
-
-def read_target(folder: str | Path) -> TargetParts:
-    """Read the sizes and the token embedding of a target's folder. Raises InvalidField."""
-    path = Path(folder)
-    check_model("drafter.target", str(folder))
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
-    embedding = _find_tensor(path, _TARGET_EMBEDDINGS)
-    if embedding is None:
-        raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
-    scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0  # others scale behind their module
-    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding, scale)
-
-
-def read_output(folder: str | Path) -> Tensor:
-    """Read the (V, hidden) weights of a target's output layer, which may be its embedding. Raises InvalidField."""
-    own = _find_tensor(Path(folder), (_LM_HEAD,))
-    return read_target(folder).embedding if own is None else own
+    @cached_property
+    def output(self) -> Tensor:
+        """The (V, hidden) weights of the output layer, which may be the embedding."""
+        own = _find_tensor(self._folder, (_LM_HEAD,))
+        return self.embedding if own is None else own
 
 
 def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
@@ -264,21 +256,22 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     config: HeadConfig = model.config
     if config.kind != kind:
         raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {config.kind}, not {kind}")
-    parts = read_target(target)
+    parts = TargetParts(target)
     embedding = parts.embedding_of(kind) if model.own_embedding is None else model.own_embedding
     for name, has, needs in (
         ("vocab_size", config.vocab_size, parts.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, parts.hidden_size),
+        ("target_hidden_size", config.target_hidden_size, parts.config.hidden_size),
         ("hidden_size", config.hidden_size, embedding.shape[1]),
     ):
         if has != needs:
             raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: {name} is {has}, the target's is {needs}")
-    layers = config.feature_layers or default_feature_layers(parts.layers)
-    if max(layers) >= parts.layers:
-        reason = f"{max(layers)} is not among 0..{parts.layers - 1} of the target, whose last hidden state is normed"
+    depth = parts.config.num_hidden_layers
+    layers = config.feature_layers or default_feature_layers(depth)
+    if max(layers) >= depth:
+        reason = f"{max(layers)} is not among 0..{depth - 1} of the target, whose last hidden state is normed"
         raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: feature_layers: {reason}")
     if not model.own_output:
-        model.lm_head.weight = read_output(target)[model.target_ids].float()
+        model.lm_head.weight = parts.output[model.target_ids].float()
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 

@@ -149,7 +149,8 @@ class FeatureHead(Head):
             device=device,
         )
         self.embedding = loaded.embedding.to(device, self.dtype)
-        self._step_inputs = lru_cache(_INPUTS)(lambda size, beside: StepInputs(size, config.group, self.pool, beside))
+        group = config.num_attention_heads // config.num_key_value_heads
+        self._step_inputs = lru_cache(_INPUTS)(lambda size, beside: StepInputs(size, group, self.pool, beside))
         self.description = HeadDescription(
             settings.name or self.kind,
             self.kind,
@@ -260,7 +261,6 @@ class FeatureHead(Head):
         return replace(self._sessions[key].opened, weights_version=self.description.weights_version)
 
     def close(self, key: int) -> None:
-        """Free the session's KV."""
         session = self._sessions.pop(key, None)
         if session is not None:
             self.pool.free(session.table)
@@ -280,7 +280,6 @@ class FeatureHead(Head):
         return miss
 
     def blank_features(self, start: int, count: int) -> Features:
-        """Return zeros."""
         size = count * self.config.feature_width * self.dtype.itemsize
         return Features(start, count, self.settings.dtype, bytes(size))
 

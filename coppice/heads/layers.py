@@ -155,7 +155,6 @@ class HeadConfig(BaseModel):
         return self
 
     def rotary(self) -> Rotary:
-        """Make the rotary embedding of queries and keys."""
         config = LlamaConfig(
             head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
@@ -172,11 +171,6 @@ class HeadConfig(BaseModel):
     def row_entries(self) -> int:
         """KV entries of a committed position's row."""
         return 1
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.num_attention_heads // self.num_key_value_heads
 
 
 class DraftModel(nn.Module):

@@ -149,7 +149,6 @@ class LanguageModelHead(Head):
             yield
 
     def close(self, key: int) -> None:
-        """Free the session's KV."""
         session = self._sessions.pop(key, None)
         if session is not None:
             self.engine.pool.free(session.table)

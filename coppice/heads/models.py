@@ -25,8 +25,6 @@ from coppice.limits import MAX_TREE_DEPTH
 
 
 class BlockConfig(HeadConfig):
-    """Sizes of a head that drafts in blocks."""
-
     slots: PositiveInt = 4
     """K, positions a block predicts"""
     block_rope_advance: bool = True
@@ -34,7 +32,6 @@ class BlockConfig(HeadConfig):
 
     @property
     def row_entries(self) -> int:
-        """One for each slot."""
         return self.slots
 
 
@@ -99,8 +96,6 @@ _TOP = 10
 
 
 class SpecBlockConfig(BlockConfig):
-    """Sizes of a SpecBlock head."""
-
     kind: ClassVar[str] = "specblock"
     num_hidden_layers: PositiveInt = 2
     slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
@@ -135,7 +130,6 @@ class SpecBlockModel(BlockModel):
         )
 
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
-        """Return the states as BlockModel says."""
         states: Tensor = self.input_layer(condition, token, self.config.prefix_broadcast)
         shape = states.shape
         for number, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
@@ -269,21 +263,15 @@ class MaskedBlockConfig(HeadConfig):
 
 
 class DFlashConfig(MaskedBlockConfig):
-    """Sizes of a DFlash head."""
-
     kind: ClassVar[str] = "dflash"
 
 
 class JetSpecConfig(MaskedBlockConfig):
-    """Sizes of a JetSpec head."""
-
     kind: ClassVar[str] = "jetspec"
     causal: bool = True
 
 
 class DSparkConfig(MaskedBlockConfig):
-    """Sizes of a DSpark head."""
-
     kind: ClassVar[str] = "dspark"
     sample_from_anchor: bool = True
     markov_rank: NonNegativeInt = 64

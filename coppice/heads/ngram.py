@@ -554,7 +554,6 @@ class NgramHead(Head):
             self.remembered = sum(each.tokens for each in self._memories.values())
 
     def advance(self, key: int, advance: Advance) -> None:
-        """Count the committed ids."""
         self._models[key].extend(advance.ids)
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:

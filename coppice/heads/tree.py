@@ -46,7 +46,6 @@ class Blocks(NamedTuple):
     buckets: list[list[int]]  # (S, K) how sure the slot is: which of the widths is its own
 
     def of(self, rows: slice) -> Blocks:
-        """Return those of some starts."""
         return Blocks(self.tokens[rows], self.scores[rows], self.spine[rows], self.buckets[rows])
 
 

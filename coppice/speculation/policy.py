@@ -90,14 +90,10 @@ class Policy:
         return Choice(cut[at], at)
 
 
-def mean_confidence(tree: DraftTree) -> float:
-    """mu_h, the mean of c_i = exp(s_i) over the nodes (Dual-Draft Routing, section 5); 0 for an empty tree."""
-    return float(np.exp(tree.log_probs, dtype=np.float64).sum()) / max(1, len(tree))
-
-
 def route(trees: Sequence[DraftTree]) -> int:
-    """Index of the tree with the best mean of confidences; ties go to the first. Raises ValueError without trees.
+    """Index of the tree with the best mean of the confidences exp(s_i) of its nodes (Dual-Draft Routing, section 5).
 
-    Calibrate the trees before: heads are as confident as they were trained to be.
+    That of an empty tree is 0; ties go to the first. Raises ValueError without trees. Calibrate the trees before: heads
+    are as confident as they were trained to be.
     """
-    return int(np.argmax([mean_confidence(tree) for tree in trees]))
+    return int(np.argmax([float(np.exp(t.log_probs, dtype=np.float64).sum()) / max(1, len(t)) for t in trees]))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,11 +62,7 @@ RECORD, BEGUN = "made-from.json", ".begun.json"
 """in a folder of answers: what they were made from; the ids of shards that are not complete"""
 
 
-_PARTS = ("ids", "features", "final")
-
-
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Texts with the target's features and final hidden states at each token."""
 
     ids: Tensor  # (..., T)
@@ -74,14 +70,10 @@ class Answer:
     final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
-def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
-    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
-    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in _PARTS)
-
-    def read(positions: Tensor) -> Answer:
-        return Answer(ids[positions], features[positions].float(), final[positions].float())
-
-    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+def stacked(texts: Sequence[Answer]) -> Answer:
+    """Return (T, ...) texts of one length as (B, T, ...) ones, their states in float32."""
+    ids, features, final = map(torch.stack, zip(*texts, strict=True))
+    return Answer(ids, features.float(), final.float())
 
 
 @dataclass
@@ -214,7 +206,6 @@ class TargetAnswers:
         self._facts, self._files = facts, dict[int, Any]()
 
     def domains(self) -> list[Domain]:
-        """Return each domain's positions."""
         return [
             Domain(name, fact["weight"], self._positions(name, False), self._positions(name, True))
             for name, fact in self._facts.items()
@@ -236,8 +227,7 @@ class TargetAnswers:
         return Answer(ids.long(), features.float(), final.float())
 
     def write(self, shard: _Shard, texts: Sequence[Answer]) -> None:
-        """Write the texts of a shard."""
-        ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in _PARTS)
+        ids, features, final = map(torch.cat, zip(*texts, strict=True))
         parts = {"ids": ids.int(), "features": features.bfloat16(), "final": final.bfloat16()}
         write_whole(self.folder / shard.name, parts)
 
@@ -245,7 +235,7 @@ class TargetAnswers:
         number, at = divmod(start, self.shard_tokens)
         if number not in self._files:
             self._files[number] = safe_open(self.folder / self.shards[number].name, framework="pt")
-        return [self._files[number].get_slice(name)[at : at + length] for name in _PARTS]
+        return [self._files[number].get_slice(name)[at : at + length] for name in Answer._fields]
 
     def _positions(self, domain: str, held_out: bool) -> NDArray[np.int64]:
         own = [n for n, shard in enumerate(self.shards) if (shard.domain, shard.held_out) == (domain, held_out)]
@@ -326,7 +316,6 @@ class _Recorder:
         self.saved = 0.0
 
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
-        """Record the shards that are missing."""
         answers, plan, count, begun = self.answers, self.answers.plan, len(TEMPERATURES), dict[str, list[list[int]]]()
         if self.file.exists():
             earlier = json.loads(self.file.read_text(encoding="utf-8"))

@@ -129,15 +129,13 @@ def train_head(
         progress.say("recording the target's answers")
         folder = lessons or work / "lessons"
         answers = record_answers(data, target, folder, plan, device=device, dtype=dtype, layers=read, progress=reach)
-    config = heads.TrainingConfig(kind, target, answers, work, fields, heads.RunOptions(resume, device, seed))
+    config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
     recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
     if kind == "lm":
         recipe = trainer.Recipe(tokens, adam=4e-3, small_batch=2048, batch=2048, eval_tokens=50_000)
-    head = build(config)
-    if trainer.train_head(head, config, recipe):
-        trainer.export_model(
-            head, work, out, f"A {kind} draft head for {target.resolve().name}", command, answers.facts()
-        )
+    run = trainer.Trainer(build(config), config, recipe)
+    if run.train():
+        run.export(out, f"A {kind} draft head for {target.resolve().name}", command)
         lengths = read_expectation(out).lengths if (out / "config.json").is_file() else {}
         figures = "".join(f", accepted length {length:.2f} on {name}" for name, length in lengths.items())
         note = warning_of(out) if lengths else ""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, read_output, read_target, save_head, shape_of
+from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, save_head, shape_of
 from coppice.heads.layers import HeadConfig
 from coppice.training.answers import TargetAnswers
 from coppice.training.data import copy_tokenizer, held_out_batches
@@ -49,15 +48,6 @@ LM_SIZES = {
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Whether a run goes on from its checkpoint, and where and how it is done."""
-
-    resume: bool = False
-    device: str = "cpu"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class TrainingConfig:
     """What a head is built from before it is trained."""
 
@@ -70,7 +60,10 @@ class TrainingConfig:
     """folder of the run, which is not shipped"""
     shape: Mapping[str, int] = field(default_factory=dict)
     """fields of `--shape`"""
-    options: RunOptions = RunOptions()
+    resume: bool = False
+    """whether the run goes on from its checkpoint"""
+    device: str = "cpu"
+    seed: int = 0
 
 
 class HeadInTraining(nn.Module):
@@ -103,27 +96,26 @@ class HeadInTraining(nn.Module):
         raise NotImplementedError
 
 
-def head_config(
-    kind: str, config: Any, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any
-) -> Any:
-    """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
+def head_config(kind: str, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any) -> Any:
+    """Return a head's configuration in the shape of the target's layers.
 
     layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
     for one that there is not, or whose value does not fit.
     """
+    config: Any = parts.config
     of_target = {
-        "hidden_size": parts.hidden_size,
-        "target_hidden_size": parts.hidden_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
         "vocab_size": parts.vocab_size,
         "draft_vocab_size": min(draft_vocab, parts.vocab_size),
-        "feature_layers": layers or default_feature_layers(parts.layers),
-        "num_target_layers": parts.layers,
+        "feature_layers": layers or default_feature_layers(config.num_hidden_layers),
+        "num_target_layers": config.num_hidden_layers,
     }
     shape = {
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or parts.hidden_size // config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": head_rope(config) | {name: more[name] for name in ("rope_theta",) if name in more},
@@ -151,14 +143,14 @@ def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping
 
     Returns what else to know: where it does not turn positions as the target does.
     """
-    config = AutoConfig.from_pretrained(target).get_text_config()
-    head = head_config(kind, config, read_target(target), DRAFT_VOCAB, layers, **shape)
-    if head.rope_parameters == getattr(config, "rope_parameters", None):
+    parts = TargetParts(target)
+    head = head_config(kind, parts, DRAFT_VOCAB, layers, **shape)
+    if head.rope_parameters == getattr(parts.config, "rope_parameters", None):
         return ""
     return f"the target's layers do not all turn positions alike; the head's rope_parameters: {head.rope_parameters}"
 
 
-def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
+def build_student(config: HeadConfig, parts: TargetParts, draft_ids: Tensor, seed: int) -> Student:
     """Make a fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
     model: Any = shape_of(config.kind)[1](config)
@@ -175,10 +167,10 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
             elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
                 parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
             elif name.endswith("lm_head.weight"):
-                parameter.copy_(output[draft_ids])
+                parameter.copy_(parts.output[draft_ids])
     if not model.own_output:
-        model.lm_head.weight = output[draft_ids].float()
-    return Student(model, embedding.float())
+        model.lm_head.weight = parts.output[draft_ids].float()
+    return Student(model, parts.embedding_of(config.kind).float())
 
 
 class FeatureHeadInTraining(Student, HeadInTraining):
@@ -193,10 +185,10 @@ class FeatureHeadInTraining(Student, HeadInTraining):
 
         Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head.
         """
-        kind, answers, options, record = config.kind, config.answers, config.options, config.work / HEAD
-        parts, output = read_target(config.target), read_output(config.target)
+        kind, answers, record = config.kind, config.answers, config.work / HEAD
+        parts = TargetParts(config.target)
         draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
-        if options.resume and record.exists():  # more answers may be there now, but the vocabulary stays
+        if config.resume and record.exists():  # more answers may be there now, but the vocabulary stays
             begun = json.loads(record.read_text(encoding="utf-8"))
             draft_ids, reads = torch.tensor(begun["draft_ids"]), tuple(begun["config"]["feature_layers"])
             if reads != answers.layers:
@@ -205,30 +197,28 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         more = dict(config.shape)
         if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
             more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
-        target = AutoConfig.from_pretrained(config.target).get_text_config()
-        sizes = head_config(kind, target, parts, len(draft_ids), answers.layers, **more)
-        fresh = build_student(sizes, parts.embedding_of(kind), output, draft_ids, options.seed)
+        sizes = head_config(kind, parts, len(draft_ids), answers.layers, **more)
+        fresh = build_student(sizes, parts, draft_ids, config.seed)
         super().__init__(fresh.model, cast(Tensor, fresh.embedding))
         config.work.mkdir(parents=True, exist_ok=True)
         begun = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
-        self.teacher = Teacher(answers.read, output.to(options.device), draft_ids)
+        self.teacher = Teacher(parts.output.to(config.device), draft_ids)
         self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
-        self.texts = {name: list(batch[:, :-1].to(options.device)) for name, batch in batches.items()}
-        """positions of held-out texts, (N + 1,) each, by the name of their domain"""
+        self.texts = {name: answers.read(batch[:, :-1].to(config.device)) for name, batch in batches.items()}
+        """held-out texts, by the name of their domain"""
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
-        """Return the kind's loss."""
-        return self.trained(self, rows, self.share)
+        return self.trained(self, answers.read(rows), self.share)
 
     def held_out_loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the loss without a mask, which admits more and harder rows as a head gets better."""
-        return self.trained.held_out(self, rows)
+        return self.trained.held_out(self, answers.read(rows))
 
     def figures(self) -> dict[str, float]:
-        """Measure the accepted length."""
-        return {LENGTH: accepted_length(measure(self, self.trained, list(chain.from_iterable(self.texts.values()))))}
+        measured = [measure(self, self.trained, texts) for texts in self.texts.values()]
+        return {LENGTH: accepted_length(torch.cat(measured))}
 
     def export(self, folder: Path) -> str:
         """Write the head in its public layout, with what is expected of it. Returns its acceptance for the card."""
@@ -236,7 +226,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         model = cast(Any, self.model)
         measured = {name: measure(self, self.trained, texts) for name, texts in self.texts.items()}
         save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expectation(measured)}))
-        texts = list(chain.from_iterable(measured.values()))
+        texts = torch.cat(list(measured.values()))
         shares = [f"{alpha:.3f}" for alpha in alphas(texts)]
         return (
             "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before were; "
@@ -288,16 +278,16 @@ class LanguageModelInTraining(HeadInTraining):
     def __init__(self, config: TrainingConfig, sizes: Mapping[str, int] = LM_SIZES) -> None:
         super().__init__()
         self.target = config.target
-        wide = read_target(config.target).embedding.float()
-        positions = AutoConfig.from_pretrained(config.target).get_text_config().max_position_embeddings
+        parts = TargetParts(config.target)
+        wide, positions = parts.embedding.float(), parts.config.max_position_embeddings
         shape = {**sizes, "vocab_size": len(wide), "max_position_embeddings": positions}
-        self.model: Any = build_llama(config.options.seed, **shape)
+        self.model: Any = build_llama(config.seed, **shape)
         with torch.no_grad():
             left, strength, _ = torch.linalg.svd(wide - wide.mean(0), full_matrices=False)
             width = min(sizes["hidden_size"], len(strength))
             start = left[:, :width] * strength[:width]
             self.model.model.embed_tokens.weight[:, :width] = start * (0.02 / start.std().clamp_min(1e-8))
-        self.register_buffer("output", read_output(config.target).float(), persistent=False)
+        self.register_buffer("output", parts.output.float(), persistent=False)
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats to the target's distributions at T = 1."""

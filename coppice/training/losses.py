@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, repeat, zip_longest
+from itertools import accumulate, repeat
 from operator import mul
 from typing import Any
 
@@ -21,16 +21,13 @@ from coppice.training.answers import Answer
 
 
 class Teacher:
-    """A reader of answers and the draft vocabulary that they are taught in."""
+    """The draft vocabulary that answers are taught in."""
 
     draft_number: Tensor
     """(V,) draft id of each target id, -1 outside the draft vocabulary"""
 
-    def __init__(self, read: Callable[[Tensor], Answer], output: Tensor, draft_ids: Tensor) -> None:
-        """`read` gives the answers at (B, T) positions, `output` is the target's (V, hidden) layer, `draft_ids` are the
-        (D,) ascending ids of the draft vocabulary.
-        """
-        self.read = read
+    def __init__(self, output: Tensor, draft_ids: Tensor) -> None:
+        """`output`: the target's (V, hidden) layer. `draft_ids`: the (D,) ascending ids of the draft vocabulary."""
         self.draft_ids = draft_ids.to(output.device)
         self.draft_output = output[self.draft_ids].float()
         self.draft_number = torch.full((len(output),), -1, device=output.device)
@@ -63,8 +60,6 @@ ANCHOR_ROWS = 4
 
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
-    if not len(logits):
-        return logits.sum()
     return -(taught.exp() * logits.float().log_softmax(-1)).sum(-1).mean()
 
 
@@ -75,15 +70,11 @@ def overlap(logits: Tensor, taught: Tensor) -> Tensor:
 
 def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
     """Return 0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)."""
-    if not len(logits):
-        return logits.sum()
     return 0.1 * soft_loss(logits, taught) + 0.9 * 2 * (1 - overlap(logits, taught)).mean()
 
 
 def divergence(logits: Tensor, others: Tensor) -> Tensor:
     """Return the mean KL(p || p') in nats of the distributions of (n, D) logits and (n, D) others."""
-    if not len(logits):
-        return logits.sum()
     log_probs = logits.float().log_softmax(-1)
     return (log_probs.exp() * (log_probs - others.float().log_softmax(-1))).sum(-1).mean()
 
@@ -284,43 +275,45 @@ class HeadLoss:
     states: Callable[[Any, Answer, Targets, Tensor, Sequence[int]], Iterator[Tensor]] = walk
     """what a kind's model computes in training"""
 
-    def __call__(self, student: Any, positions: Tensor, share: float = 1.0, cuts: Sequence[int] = ()) -> Tensor:
-        """Return the loss in nats of the texts at (B, N + 1) positions after a `share` of the run.
+    def __call__(self, student: Any, answer: Answer, share: float = 1.0, cuts: Sequence[int] = ()) -> Tensor:
+        """Return the loss in nats of (B, N + 1) answers after a `share` of the run.
 
         `cuts` are those of the blocks; without any each batch and block draws one.
         """
-        slots = self.slots(student, positions, cuts, masked=self.valid_prefix and share >= MASK_AFTER)
+        slots = self.slots(student, answer, cuts, masked=self.valid_prefix and share >= MASK_AFTER)
         anchored: Iterable[Slot | None] = repeat(None)
         if self.anchor is not None:
-            anchored = self.slots(self.anchor, positions, cuts, masked=False)
+            anchored = self.slots(self.anchor, answer, cuts, masked=False)
         total: Any = 0.0
         weight, weights = 1.0, 0.0
         for slot, copy in zip(slots, anchored, strict=False):
             total = total + weight * self._of(slot, student.model, share >= RANK_AFTER)
-            if copy is not None:
+            if copy is not None and len(slot.gold):
                 total = total + weight * self.anchor_weight * divergence(slot.logits, copy.logits)
             weights, weight = weights + weight, weight * (self.decay or 1.0)
         loss: Tensor = total if self.decay is None else total / weights
         return loss
 
-    def held_out(self, student: Any, positions: Tensor) -> Tensor:
+    def held_out(self, student: Any, answer: Answer) -> Tensor:
         """Return the loss of the drafts alone, without a mask and with whole blocks: it compares over a run."""
         slots = student.model.config.slots
-        return self(student, positions, share=0.0, cuts=[slots] * (STEPS if slots == 1 else 2))
+        return self(student, answer, share=0.0, cuts=[slots] * (STEPS if slots == 1 else 2))
 
-    def chain(self, student: Any, positions: Tensor) -> Iterator[Slot]:
+    def chain(self, student: Any, answer: Answer) -> Iterator[Slot]:
         """Draft greedily behind every token of texts, each slot where those before it were right.
 
         The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
         """
         slots = student.model.config.slots
         cuts = [slots] * (8 if slots == 1 else 2)
-        return replace(self, every=1).slots(student, positions, cuts, masked=True, restart=False)
+        return replace(self, every=1).slots(student, answer, cuts, masked=True, restart=False)
 
     def _of(self, slot: Slot, model: Any, ranking: bool) -> Tensor:
         """Return a slot's losses; a rank head or a confidence head, if there is one, learns if `ranking`."""
+        if not len(slot.gold):
+            return slot.logits.sum()
         loss = self.distance(slot.logits, slot.taught)
-        if not ranking or not len(slot.gold):
+        if not ranking:
             return loss
         if getattr(model, "confidence_head", None) is not None:
             chance = overlap(slot.logits.detach(), slot.taught)
@@ -332,19 +325,18 @@ class HeadLoss:
         return loss
 
     def slots(
-        self, student: Any, positions: Tensor, cuts: Sequence[int] = (), masked: bool = False, restart: bool = True
+        self, student: Any, answer: Answer, cuts: Sequence[int] = (), masked: bool = False, restart: bool = True
     ) -> Iterator[Slot]:
         """Yield the slots of every block. If `masked`, only rows that were right so far count (equation 5), in each
         block anew if `restart`.
         """
-        answer = self.teacher.read(positions)
         model, targets = student.model, Targets.of(answer, self.teacher)
         number = int(answer.ids.sum())  # of the batch itself, so that a resumed run draws the same
         cuts = cuts or [1 + (number + 7919 * block) % model.config.slots for block in range(self.blocks)]
         later = targets.rows[number % self.every :: self.every]
         if isinstance(model, MaskedBlockModel):
             targets = replace(targets, rows=later)
-        valid, offset = torch.ones_like(positions[:, : len(targets.rows)], dtype=torch.bool), 0
+        valid, offset = torch.ones_like(answer.ids[:, : len(targets.rows)], dtype=torch.bool), 0
         for cut, states in zip(cuts, self.states(student, answer, targets, later, cuts), strict=False):
             right = valid
             for at in range(states.shape[2]):
@@ -364,26 +356,28 @@ class HeadLoss:
                 valid, targets = valid[:, later], replace(targets, rows=later)
 
 
-Counts = list[tuple[int, int]]
-"""(right, tried) of the drafts of a text at each place, in drafting order, where those before them were right"""
+@torch.no_grad()
+def measure(student: Any, loss: HeadLoss, answer: Answer) -> Tensor:
+    """Draft greedily behind every token of each of the (B, N + 1) texts, and count the drafts that are right.
+
+    Returns (B, places, 2) int64: how many are right, of how many that were tried because those before them were, at
+    each place in drafting order.
+    """
+    texts = (Answer(*(part[at : at + 1] for part in answer)) for at in range(len(answer.ids)))
+    return torch.tensor([[slot.counts for slot in loss.chain(student, text)] for text in texts])
 
 
-def alphas(measured: Iterable[Counts]) -> list[float]:
-    """Return the share of right drafts at each place over some texts."""
-    places = zip(*measured, strict=True)
-    return [sum(right for right, _ in place) / max(1, sum(tried for _, tried in place)) for place in places]
+def alphas(measured: Tensor) -> list[float]:
+    """Return the share of right drafts at each place over the (B, places, 2) counts of some texts."""
+    right, tried = measured.sum(0).unbind(-1)
+    shares: list[float] = (right.double() / tried.clamp_min(1)).tolist()
+    return shares
 
 
-def accepted_length(measured: Iterable[Counts]) -> float:
+def accepted_length(measured: Tensor) -> float:
     """Return the tokens a step would commit with a greedy chain, the root included."""
     reached: Iterable[float] = accumulate(alphas(measured), mul)
     return 1.0 + sum(reached)
-
-
-@torch.no_grad()
-def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> list[Counts]:
-    """Draft greedily behind every token of texts at (N + 1,) positions."""
-    return [[slot.counts for slot in loss.chain(student, text[None])] for text in texts]
 
 
 LEAST_TRIALS = 30
@@ -391,29 +385,25 @@ LEAST_TRIALS = 30
 _Z = 2.58
 
 
-def expectation(measured: Mapping[str, Sequence[Counts]]) -> Expectation:
-    """Return what is expected of a head that was measured on some texts of each kind, a sequence of counts each.
+def expectation(measured: Mapping[str, Tensor]) -> Expectation:
+    """Return what is expected of a head that was measured on some texts of each kind: (texts, places, 2) counts.
 
     Of each depth the least of all texts' shares (of those with LEAST_TRIALS) and of the lower ends of the kinds' 99%
     intervals (Wilson, 1927), as deep as every kind was tried so often: texts of one kind differ, and a request is one.
     """
-    kinds = {
-        kind: [_total(column) for column in zip_longest(*texts, fillvalue=(0, 0))] for kind, texts in measured.items()
-    }
+    totals = {kind: counts.sum(0).tolist() for kind, counts in measured.items()}
+    texts = torch.cat(list(measured.values())).tolist()
     by_depth = []
-    for depth, totals in enumerate(zip(*kinds.values(), strict=False)):
-        if min(tried for _, tried in totals) < LEAST_TRIALS:
+    for depth, kinds in enumerate(zip(*totals.values(), strict=True)):
+        if min(tried for _, tried in kinds) < LEAST_TRIALS:
             break
-        counts = [text[depth] for texts in measured.values() for text in texts if depth < len(text)]
+        counts = [text[depth] for text in texts]
         shares = [right / tried for right, tried in counts if tried >= LEAST_TRIALS]
-        by_depth.append(round(min(*shares, *(_lower_end(*total) for total in totals), 1.0), 4))
-    texts = {kind: tuple(round(right / tried, 4) for right, tried in totals if tried) for kind, totals in kinds.items()}
-    return Expectation(by_depth=tuple(by_depth), texts=texts)
-
-
-def _total(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    right, tried = zip(*counts, strict=True)
-    return sum(right), sum(tried)
+        by_depth.append(round(min(*shares, *(_lower_end(*total) for total in kinds), 1.0), 4))
+    of_kinds = {
+        kind: tuple(round(right / tried, 4) for right, tried in total if tried) for kind, total in totals.items()
+    }
+    return Expectation(by_depth=tuple(by_depth), texts=of_kinds)
 
 
 def _lower_end(right: int, tried: int) -> float:

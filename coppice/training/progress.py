@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -13,55 +12,43 @@ LINE_S = 15.0
 """between two lines where there is no terminal"""
 
 
-class Progress:
-    """A bar with counts and the time left on a terminal, elsewhere a line every 15 s."""
+class Progress(Bar):
+    """A bar with counts and the time left on a terminal, elsewhere a line every 15 s. What is printed stays."""
 
     def __init__(self, unit: str, total: int | None = None) -> None:
         """`unit`: what is counted; `total`: how many of them there are, if that is known."""
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
-        self._console, self._unit, self._printed = Console(), unit, time.monotonic()
-        self._bar = Bar(
+        console = Console(highlight=False, soft_wrap=True)
+        super().__init__(
             *columns,
             TimeRemainingColumn(),
-            console=self._console,
+            console=console,
             transient=True,
             speed_estimate_period=3600,
-            disable=not self._console.is_terminal,
+            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=total, rate=unit)
+        self._unit, self._printed = unit, time.monotonic()
+        self._task = self.add_task("starting", total=total, rate=unit)
 
     def say(self, doing: str) -> None:
-        """Show what is being done now."""
-        self._bar.update(self._task, description=doing)
+        self.update(self._task, description=doing)
 
     def add(self, count: int = 1) -> None:
-        """Count what is done."""
-        self._bar.advance(self._task, count)
+        self.advance(self._task, count)
         self._print_line()
 
     def reach(self, done: int, total: int) -> None:
         """Say how many are done, of so many; the first call says how many were done before."""
-        self._bar.update(self._task, completed=min(done, total), total=total)
-        if speed := self._bar.tasks[0].speed:
-            self._bar.update(self._task, rate=f"{self._unit}, {speed:.1f} {self._unit}/s")
+        self.update(self._task, completed=min(done, total), total=total)
+        if speed := self.tasks[0].speed:
+            self.update(self._task, rate=f"{self._unit}, {speed:.1f} {self._unit}/s")
         self._print_line()
 
-    def print(self, line: str) -> None:
-        """Print a line that stays."""
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
     def _print_line(self) -> None:
-        if self._console.is_terminal or time.monotonic() - self._printed < LINE_S:
+        if self.console.is_terminal or time.monotonic() - self._printed < LINE_S:
             return
         self._printed = time.monotonic()
-        (task,) = self._bar.tasks
+        (task,) = self.tasks
         total = f" of {task.total:.0f}" if task.total else ""
         left = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
         self.print(f"{task.description}: {task.completed:.0f}{total} {task.fields['rate']}{left}")

@@ -28,7 +28,7 @@ from coppice.engine.modules import pays
 from coppice.errors import InvalidField
 from coppice.training.answers import write_whole
 from coppice.training.data import Reader, check_held_out, held_out_batches
-from coppice.training.heads import HeadInTraining, RunOptions, TrainingConfig
+from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.progress import Progress
 
 CHECKPOINT, BEST, CARD = "checkpoint.safetensors", "best.safetensors", "README.md"
@@ -86,7 +86,6 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change all weights that have a gradient."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             weights, gradients, buffers = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -139,22 +138,24 @@ class Counters:
 
 
 class Trainer:
-    """Trains a head on what `source.domains()` gives, in a work folder."""
+    """Trains a head on the domains of its configuration's answers, in the work folder, and exports it."""
 
-    def __init__(self, model: HeadInTraining, source: Any, recipe: Recipe, work: Path, options: RunOptions) -> None:
-        """`source` is handed to the model's losses. The best weights have the highest figure `model.best_by`, or the
-        lowest held-out loss. Raises DataError when nothing is held out.
+    def __init__(self, model: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> None:
+        """The best weights have the highest figure `model.best_by`, or the lowest held-out loss.
+
+        Raises DataError when nothing is held out.
         """
-        self.domains = source.domains()
+        self.answers, self.work, self.kind = config.answers, config.work, config.kind
+        self.domains = self.answers.domains()
         check_held_out({domain.name: len(domain.held_out) for domain in self.domains}, recipe.length + 1)
-        self.model, self.source, self.recipe, self.work = model.to(options.device), source, recipe, work
-        self.device = torch.device(options.device)
+        self.model, self.recipe, self.device = model.to(config.device), recipe, torch.device(config.device)
         self.optimisers, self.counters = make_optimisers(model, recipe), Counters()
-        self.reader = Reader(self.domains, options.seed, max(recipe.length, recipe.long_length))
-        work.mkdir(parents=True, exist_ok=True)
-        if options.resume and (work / CHECKPOINT).exists():
-            self.counters = Counters(**read_counters(work))
-            tensors = load_file(work / CHECKPOINT)
+        self.reader = Reader(self.domains, config.seed, max(recipe.length, recipe.long_length))
+        self.work.mkdir(parents=True, exist_ok=True)
+        if config.resume and (checkpoint := self.work / CHECKPOINT).exists():
+            with safe_open(checkpoint, framework="pt") as file:
+                self.counters = Counters(**json.loads(file.metadata()[COUNTERS]))
+            tensors = load_file(checkpoint)
             load_parameters(model, tensors)
             for name, parameter in model.named_parameters():
                 state = {key.rpartition("|")[2]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
@@ -174,11 +175,8 @@ class Trainer:
                 tensors |= {f"{name}|{key}": value for key, value in optimiser.state.get(parameter, {}).items()}
         write_whole(self.work / CHECKPOINT, tensors, {COUNTERS: json.dumps(vars(self.counters))})
 
-    def train(self, title: str) -> bool:
-        """Run to the end; False when a signal stopped it first (a checkpoint is then written).
-
-        `title` is what progress is called.
-        """
+    def train(self) -> bool:
+        """Run to the end; False when a signal stopped it first (a checkpoint is then written)."""
         counters, tokens, eval_tokens = self.counters, self.recipe.tokens, self.recipe.eval_tokens
         last_checkpoint, smooth = time.monotonic(), 0.0
         with stop_signal() as stopping, Progress("tokens", tokens) as progress:
@@ -189,7 +187,7 @@ class Trainer:
                     break
                 counters.seconds += time.monotonic() - started
                 smooth = 0.95 * smooth + 0.05 * loss if smooth else loss
-                progress.say(f"{title}, step {counters.step}, loss {smooth:.3f}")
+                progress.say(f"{self.kind}, step {counters.step}, loss {smooth:.3f}")
                 progress.reach(counters.tokens, tokens)
                 if before // eval_tokens != counters.tokens // eval_tokens:
                     self._evaluate(loss, progress)
@@ -215,7 +213,7 @@ class Trainer:
         positions, total = torch.from_numpy(batch[:, :-1]).to(self.device), 0.0
         for part in torch.split(positions, max(1, MICRO_TOKENS // length)):
             with autocast(self.device):
-                loss = self.model.loss(self.source, part) * (len(part) / rows)
+                loss = self.model.loss(self.answers, part) * (len(part) / rows)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
@@ -232,7 +230,7 @@ class Trainer:
     def _held_out_loss(self, rows: Tensor) -> float:
         with autocast(self.device):
             parts = torch.split(rows.to(self.device), max(1, MICRO_TOKENS // rows.shape[1]))
-            return sum(float(self.model.held_out_loss(self.source, part)) * len(part) / len(rows) for part in parts)
+            return sum(float(self.model.held_out_loss(self.answers, part)) * len(part) / len(rows) for part in parts)
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
         counters, batches = self.counters, held_out_batches(self.domains, EVAL_ROWS, self.recipe.length)
@@ -250,52 +248,33 @@ class Trainer:
         with (self.work / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(row | {"held_out": counters.held_out}) + "\n")
 
+    def export(self, out: Path, title: str, command: str, how: str = TAUGHT) -> None:
+        """Write the model folder `out` from the run's best weights, with a card; an older one is replaced at the end.
 
-def train_head(head: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> bool:
-    """Train in `config.work`; False when a signal stopped the run before its end."""
-    return Trainer(head, config.answers, recipe, config.work, config.options).train(config.kind)
-
-
-def export_model(
-    model: HeadInTraining,
-    work: Path,
-    out: Path,
-    title: str,
-    command: str,
-    data: dict[str, dict[str, Any]],
-    how: str = TAUGHT,
-) -> None:
-    """Write the model folder `out` from the run's best weights, with a card; an older one is replaced at the end.
-
-    command: the line that made it. data: what the card tells of each domain. how: the way it was trained.
-    """
-    load_parameters(model, load_file(work / BEST))
-    size, state = sum(p.numel() for p in model.parameters()) / 1e6, read_counters(work)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
-    best = "longest accepted length" if state["best"] < 0 else "lowest loss"
-    rows = []
-    for name, fact in data.items():
-        counts = f"{fact['documents']:,} | {fact['held_out_documents']:,} | {fact['tokens']:,}"
-        epochs, loss = state["drawn"].get(name, 0) / max(1, fact["tokens"]), state["held_out"].get(name, math.nan)
-        rows.append(f"| {name} | {', '.join(fact['sources'])} | {counts} | {epochs:.2f} | {loss:.3f} |\n")
-    card = (
-        f"# {title}\n\n{size:.1f}M parameters.\n\n## Training\n{how}\n```\n{command}\n```\n"
-        f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
-        f"These are the weights with the {best} on held-out text, after {state['best_tokens']:,} tokens.\n\n## Data\n"
-        "| domain | files | documents | held out | tokens | epochs | held-out loss |\n|---|---|---|---|---|---|---|\n"
-        f"{''.join(rows)}\nA document is held out when the SHA-256 of its text, taken modulo 20, is 0.\n"
-    )
-    with replacing(out) as partial:
-        more = model.export(partial)
-        if not (partial / CARD).exists():
-            (partial / CARD).write_text(f"{card}\n{more}\n" if more else card, encoding="utf-8")
-
-
-def read_counters(work: Path) -> dict[str, Any]:
-    """Return the counters of a run's checkpoint."""
-    with safe_open(work / CHECKPOINT, framework="pt") as file:
-        counters: dict[str, Any] = json.loads(file.metadata()[COUNTERS])
-    return counters
+        command: the line that made it. how: the way it was trained.
+        """
+        load_parameters(self.model, load_file(self.work / BEST))
+        size, counters = sum(p.numel() for p in self.model.parameters()) / 1e6, self.counters
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
+        best = "longest accepted length" if self.model.best_by else "lowest loss"
+        rows = []
+        for name, fact in self.answers.facts().items():
+            counts = f"{fact['documents']:,} | {fact['held_out_documents']:,} | {fact['tokens']:,}"
+            epochs = counters.drawn.get(name, 0) / max(1, fact["tokens"])
+            loss = counters.held_out.get(name, math.nan)
+            rows.append(f"| {name} | {', '.join(fact['sources'])} | {counts} | {epochs:.2f} | {loss:.3f} |\n")
+        card = (
+            f"# {title}\n\n{size:.1f}M parameters.\n\n## Training\n{how}\n```\n{command}\n```\n"
+            f"{counters.tokens:,} tokens in {counters.step:,} steps and {counters.seconds / 60:.0f} minutes "
+            f"({versions}). These are the weights with the {best} on held-out text, after {counters.best_tokens:,} "
+            "tokens.\n\n## Data\n| domain | files | documents | held out | tokens | epochs | held-out loss |\n"
+            f"|---|---|---|---|---|---|---|\n{''.join(rows)}\n"
+            "A document is held out when the SHA-256 of its text, taken modulo 20, is 0.\n"
+        )
+        with replacing(out) as partial:
+            more = self.model.export(partial)
+            if not (partial / CARD).exists():
+                (partial / CARD).write_text(f"{card}\n{more}\n" if more else card, encoding="utf-8")
 
 
 @torch.no_grad()

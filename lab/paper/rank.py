@@ -14,12 +14,12 @@ from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.block_head import BLOCKS, BlockHead, SpecBlockHead
-from coppice.heads.checkpoints import load_head, read_output
+from coppice.heads.checkpoints import TargetParts, load_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, prune
 from coppice.stack.spec import StackSpec
-from coppice.training.answers import Answer, as_positions, write_answers
-from coppice.training.losses import Counts, HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
+from coppice.training.answers import Answer, stacked, write_answers
+from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.report import Report
@@ -152,21 +152,21 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
 
 
 @torch.no_grad()
-def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple[list[Counts], Tensor]:
-    """How often a SpecBlock head is right along whole texts, prompts included, and (4, 4) counts of its drafts by the
-    bucket of the gold token and the one that the rank head predicts."""
+def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+    """(B, places, 2) counts of how often a SpecBlock head is right along whole texts, prompts included, and (4, 4)
+    counts of its drafts by the bucket of the gold token and the one that the rank head predicts.
+    """
     loaded = load_head("specblock", folder, target)
-    read, positions = as_positions(texts)
-    teacher = Teacher(read, read_output(target).float(), loaded.model.target_ids)
-    confusion, counts = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64), list[Counts]()
-    for text in positions:
+    loss = HeadLoss(Teacher(TargetParts(target).output.float(), loaded.model.target_ids))
+    confusion, counts = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64), list[list[tuple[int, int]]]()
+    for text in texts:
         counts.append([])
-        for slot in HeadLoss(teacher).chain(Student(loaded.model, loaded.embedding.float()), text[None]):
+        for slot in loss.chain(Student(loaded.model, loaded.embedding), stacked([text])):
             counts[-1].append(slot.counts)
             if len(slot.gold):
                 places = bucket_of(slot.logits, slot.gold), loaded.model.rank(slot.normed, slot.logits).argmax(-1)
                 confusion.index_put_(places, torch.ones((), dtype=torch.int64), accumulate=True)
-    return counts, confusion
+    return torch.tensor(counts), confusion
 
 
 def rank_rows(confusion: Tensor) -> list[dict[str, float]]:

@@ -19,13 +19,12 @@ def train_target(
 ) -> None:
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
 
-    from coppice.training.heads import RunOptions
-    from coppice.training.trainer import Recipe, export_model, usable_device
-    from lab.pretrain import target as pretrain
+    from coppice.training.trainer import Recipe, usable_device
+    from lab.pretrain.target import HOW, target_run
 
     usable_device(device)
     work, command = work_folder(out, resume), command_line("target", data, {"out": out.name, "tokens": str(tokens)})
     recipe = Recipe(tokens, adam=3e-3, small_batch=2048, batch=4096, length=256, long_length=512, eval_tokens=200_000)
-    if trained := pretrain.train_target(data, work, recipe, RunOptions(resume, device, seed)):
-        model, texts = trained
-        export_model(model, work, out, "A small target model", command, texts.facts, pretrain.HOW)
+    run = target_run(data, work, recipe, resume=resume, device=device, seed=seed)
+    if run.train():
+        run.export(out, "A small target model", command, HOW)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from coppice.training.data import END_OF_TEXT, Corpus, Domain, copy_tokenizer, load_tokenizer, read_corpora
-from coppice.training.heads import SHARD_SIZE, HeadInTraining, RunOptions, build_llama
+from coppice.training.heads import SHARD_SIZE, HeadInTraining, TrainingConfig, build_llama
 from coppice.training.trainer import Recipe, Trainer
 
 SIZES = {
@@ -82,8 +82,7 @@ class Texts:
             texts = chain.from_iterable(_tokenizer_text(corpus) for corpus in corpora)
             save_tokenizer(train_tokenizer(texts, sizes["vocab_size"]), folder, sizes["max_position_embeddings"])
         tokenizer, ids, self._domains = load_tokenizer(folder), list[int](), list[Domain]()
-        self.facts: dict[str, dict[str, Any]] = {}
-        """of each domain, for the model card"""
+        self._facts: dict[str, dict[str, Any]] = {}
         for corpus in corpora:
             spans = []
             for documents in (corpus.train, corpus.held_out):
@@ -92,12 +91,16 @@ class Texts:
                     ids += [*encoding.ids, 0]  # END_OF_TEXT
                 spans.append(np.arange(first, len(ids)))
             self._domains.append(Domain(corpus.name, corpus.weight, *spans))
-            self.facts[corpus.name] = corpus.facts() | {"tokens": len(spans[0])}
+            self._facts[corpus.name] = corpus.facts() | {"tokens": len(spans[0])}
         self._ids = torch.tensor(ids)
 
     def domains(self) -> list[Domain]:
         """The positions of each domain, to be drawn as ids are."""
         return self._domains
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return what a model card needs to know of each domain."""
+        return self._facts
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids at (B, T) positions, and those behind each."""
@@ -114,11 +117,11 @@ def _tokenizer_text(corpus: Corpus) -> list[str]:
 class TargetInTraining(HeadInTraining):
     """A Llama that learns the next token."""
 
-    def __init__(self, sizes: Mapping[str, int], seed: int, tokenizer: Path) -> None:
-        """tokenizer: the folder of its files."""
+    def __init__(self, config: TrainingConfig) -> None:
+        """`config.target` is the folder of the tokenizer."""
         super().__init__()
-        self.model: Any = build_llama(seed, **sizes)
-        self.tokenizer = tokenizer
+        self.model: Any = build_llama(config.seed, **config.shape)
+        self.tokenizer = config.target
 
     def loss(self, texts: Any, rows: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of the tokens behind (B, T) positions."""
@@ -132,10 +135,10 @@ class TargetInTraining(HeadInTraining):
         copy_tokenizer(self.tokenizer, folder)
 
 
-def train_target(
-    lines: list[str], work: Path, recipe: Recipe, options: RunOptions, sizes: Mapping[str, int] = SIZES
-) -> tuple[TargetInTraining, Texts] | None:
-    """Train into `work`; None when a signal stopped the run before its end."""
-    texts = Texts(lines, work / "data", sizes)
-    target = TargetInTraining(sizes, options.seed, work / "data")
-    return (target, texts) if Trainer(target, texts, recipe, work, options).train("target") else None
+def target_run(
+    lines: list[str], work: Path, recipe: Recipe, sizes: Mapping[str, int] = SIZES, **options: Any
+) -> Trainer:
+    """Read the texts, and make the run that trains a target in `work`; `options` are those of a TrainingConfig."""
+    texts: Any = Texts(lines, work / "data", sizes)
+    config = TrainingConfig("target", work / "data", texts, work, sizes, **options)
+    return Trainer(TargetInTraining(config), config, recipe)

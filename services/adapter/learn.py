@@ -113,29 +113,21 @@ class Texts(Teacher):
         """draft_number: (V + 1,) draft id of each target id, -1 at those that have none. size: D, draft ids."""
         device, longest = draft_number.device, max(len(sample.tokens) for sample in samples)
         rows = [sample.feature_rows() for sample in samples]
-        self.draft_number, self._size = draft_number, size
-        self.ids = torch.full((len(samples), longest), _NOTHING, dtype=torch.int64, device=device)
-        self.features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
+        self.draft_number = draft_number
+        ids = torch.full((len(samples), longest), _NOTHING, dtype=torch.int64, device=device)
+        features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
         for number, sample in enumerate(samples):
             end = len(sample.tokens)
-            self.ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
-            self.features[number, : end - 1] = torch.from_numpy(rows[number])
-
-    @property
-    def positions(self) -> Tensor:
-        """Return (S, T) positions of every text, as `read` takes them."""
-        return torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
-
-    def read(self, positions: Tensor) -> Answer:
-        """Return the samples at (B, T) positions; `final` is (B, T, D) log-probabilities of the token behind each."""
-        ids = self.ids[positions[:, 0] // self.ids.shape[1]]
-        numbers = self.draft_number[ids.roll(-1, dims=1)]
-        final = torch.full((*numbers.shape, self._size), -torch.inf, device=ids.device)
+            ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
+            features[number, : end - 1] = torch.from_numpy(rows[number])
+        numbers = draft_number[ids.roll(-1, dims=1)]
+        final = torch.full((*numbers.shape, size), -torch.inf, device=device)
         final.scatter_(-1, numbers.clamp(min=0)[..., None], 0.0)
-        return Answer(ids, self.features[positions[:, 0] // self.ids.shape[1]], final)
+        self.answer = Answer(ids, features, final)
+        """`final` is (S, T, D) log-probabilities of the token behind each"""
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return `final` as `read` made it."""
+        """Return `final`, which is that already."""
         return final
 
 
@@ -215,7 +207,7 @@ class Learner:
                     raise Interrupted("an update was given up")
                 batch = self.texts([texts[number] for number in numbers])
                 with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                    loss = self.loss_on(batch, penalty)(self.student, batch.positions)
+                    loss = self.loss_on(batch, penalty)(self.student, batch.answer)
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(weights, _CLIP, foreach=True)
                 optimiser.step()
@@ -269,6 +261,6 @@ class Learner:
         measured = []
         for sample in samples:
             text = self.texts([sample])
-            measured += measure(self.student, self.loss_on(text), list(text.positions))
+            measured.append(measure(self.student, self.loss_on(text), text.answer))
             pace.rest()
-        return accepted_length(measured)
+        return accepted_length(torch.cat(measured)) if measured else 1.0

@@ -160,7 +160,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for depth, right in enumerate(path[:3]):
             found[depth][0] += right
             found[depth][1] += 1
-    measured = expectation({"blocks": [[(right, tried) for right, tried in found]]})
+    measured = expectation({"blocks": torch.tensor([found])})
     save_head(folder / "head", model, model.config.model_copy(update={"acceptance": measured}))
     return folder
 

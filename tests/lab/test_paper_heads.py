@@ -166,12 +166,11 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
     folder = save_random(tmp_path, kind)
     slow = SLOW[kind](folder, target, settings_of(kind, folder, target))
     changes = {"every": 1, "blocks": 3} if kind == "falcon" else {}
-    states, student, teacher, ids = trained_states(slow, target, LOSSES[kind] | changes)
-    read = teacher.read(ids)
-    text, targets = Text(ids[0].tolist(), read.features[0]), Targets.of(read, teacher)
+    states, student, teacher, read = trained_states(slow, target, LOSSES[kind] | changes)
+    text, targets = Text(read.ids[0].tolist(), read.features[0]), Targets.of(read, teacher)
     for row in (0, 3, 6):
         if kind == "falcon":
-            check_last_block(states, slow, text, int(ids.sum()), row)
+            check_last_block(states, slow, text, int(read.ids.sum()), row)
             continue
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
         (at_once,) = slot_states(student, read, targets, targets.rows, ())

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coppice.training import trainer
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import command_line
-from coppice.training.heads import LanguageModelInTraining, RunOptions, TrainingConfig
-from coppice.training.trainer import Recipe
-from lab.pretrain import target as pretrain
+from coppice.training.heads import LanguageModelInTraining, TrainingConfig
+from coppice.training.trainer import Recipe, Trainer
+from lab.pretrain.target import HOW, target_run
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
 LM_SIZES = {
@@ -50,8 +49,8 @@ def recipe(tokens: int) -> Recipe:
     return Recipe(tokens, length=32, long_length=64, batch=64, small_batch=64, eval_tokens=256)
 
 
-def train(lines: list[str], work: Path, tokens: int, **options: bool) -> tuple[pretrain.TargetInTraining, Any] | None:
-    return pretrain.train_target(lines, work, recipe(tokens), RunOptions(**options), SIZES)
+def train(lines: list[str], work: Path, tokens: int, **options: bool) -> bool:
+    return target_run(lines, work, recipe(tokens), SIZES, **options).train()
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
@@ -77,9 +76,9 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
 def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
     lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
     command = command_line("target", lines, {"out": out.name, "tokens": "768"})
-    trained = train(lines, work, 768)
-    assert trained is not None
-    trainer.export_model(trained[0], work, out, "A target", command, trained[1].facts, pretrain.HOW)
+    run = target_run(lines, work, recipe(768), SIZES)
+    assert run.train()
+    run.export(out, "A target", command, HOW)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
@@ -100,9 +99,9 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
     assert done[0] == (0, done[-1][0])
     assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
     config = TrainingConfig("lm", out, answers, head_work)
-    student = LanguageModelInTraining(config, LM_SIZES)
-    assert trainer.train_head(student, config, recipe(512))
-    trainer.export_model(student, head_work, head_out, "A head", "coppice train head", answers.facts())
+    run = Trainer(LanguageModelInTraining(config, LM_SIZES), config, recipe(512))
+    assert run.train()
+    run.export(head_out, "A head", "coppice train head")
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size
     assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()

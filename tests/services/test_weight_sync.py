@@ -26,7 +26,7 @@ from tests.processes import Service
 from tests.pushes import Case, Push, altered, matrix_of
 from tests.recorder import fed
 from tests.sessions import DrafterClient, drafter_idle, drafting
-from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, paths, save_random
+from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, save_random, spelled
 from tests.unit.test_weights import LAST, saved
 
 KIND = "specblock"
@@ -118,8 +118,7 @@ async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[i
         delta = await client.next(0)
         assert delta.fence.weights_version == version
         client.call.cancel()
-    nodes = delta.nodes
-    return paths(list(zip(nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True)))
+    return spelled(delta.nodes)
 
 
 def own_tree(head: FeatureHead, text: Text) -> dict[tuple[int, ...], float]:

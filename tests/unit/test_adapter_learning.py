@@ -120,7 +120,7 @@ def test_texts_teach_their_own_tokens_and_nothing_behind_their_end(learners: dic
     samples = circles(learner, 3)
     numbers = {token: number for number, token in enumerate(sorted(draft_ids(learner)))}
     texts = learner.texts(samples)
-    targets = Targets.of(texts.read(texts.positions), texts)
+    targets = Targets.of(texts.answer, texts)
     for offset in range(3):
         for row, sample in zip(targets.behind(offset).tolist(), samples, strict=True):
             taught = [numbers[int(token)] for token in sample.tokens[2 + offset :]]

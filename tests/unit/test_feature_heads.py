@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
+from coppice.heads.base import DraftJob, Head, with_tree_shape
 from coppice.heads.block_head import BEST_CHILD, BLOCKS, PARENTS, WIDTHS
 from coppice.heads.checkpoints import load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
@@ -25,6 +25,8 @@ from coppice.heads.layers import Rotary, largest
 from coppice.heads.models import Eagle3Config, Eagle3Model
 from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams, noise
+from coppice.speculation.tree import DraftTree, paths
+from coppice.testing import HeadContract
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
@@ -85,26 +87,11 @@ def opened(head: FeatureHead, key: int, text: Text, length: int, start: int = 0,
 
 def drafted(head: Head, jobs: Sequence[DraftJob]) -> list[dict[Tokens, float]]:
     """Each job's tree as {path of tokens: score}, from what was streamed; every job ends exactly once."""
-    trees: list[list[tuple[int, int, float]]] = [[] for _ in jobs]
-    ended = [0] * len(jobs)
-    growths: Iterator[list[Growth]] = head.draft(jobs)
-    for part in growths:
-        for grown in part:
-            assert not ended[grown.job]
-            nodes = grown.nodes
-            trees[grown.job] += zip(
-                nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True
-            )
-            ended[grown.job] += grown.last
-    assert ended == [1] * len(jobs)
-    return [paths(tree) for tree in trees]
+    return [spelled(tree) for tree in HeadContract()._trees(head, jobs)]
 
 
-def paths(tree: Sequence[tuple[int, int, float]]) -> dict[Tokens, float]:
-    spelled: list[Tokens] = [()]
-    for token, parent, _ in tree:
-        spelled.append((*spelled[parent], token))
-    return {path: tree[at][2] for at, path in enumerate(spelled[1:])}
+def spelled(tree: DraftTree) -> dict[Tokens, float]:
+    return dict(zip(paths(tree), tree.log_probs.tolist(), strict=True))
 
 
 def best(tree: dict[Tokens, float], budget: int) -> dict[Tokens, float]:

@@ -23,15 +23,15 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
 from coppice.heads.block_head import SpecBlockHead
-from coppice.heads.checkpoints import load_head, read_output, read_target, save_head
+from coppice.heads.checkpoints import TargetParts, load_head, save_head
 from coppice.heads.layers import HeadConfig
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.training import heads, progress
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import app as train
-from coppice.training.heads import RunOptions, TrainingConfig
-from coppice.training.trainer import Recipe, train_head
+from coppice.training.heads import TrainingConfig
+from coppice.training.trainer import Recipe, Trainer
 from coppice.wire.drafter import OpenDraft
 from tests.tiny import make_target
 
@@ -56,11 +56,10 @@ def run(app: Any, place: Path, *flags: str, ends: Sequence[int] = (0, 1)) -> str
     return told.output
 
 
-def taught(config: TrainingConfig, tokens: int, **more: Any) -> tuple[heads.FeatureHeadInTraining, TrainingConfig]:
-    """A head of a configuration after a whole run."""
-    student = heads.FeatureHeadInTraining(config, **more)
-    assert train_head(student, config, Recipe(tokens, length=32, long_length=32, small_batch=64))
-    return student, config
+def learn(config: TrainingConfig, tokens: int) -> None:
+    """Train a head of a configuration to the end."""
+    recipe = Recipe(tokens, length=32, long_length=32, small_batch=64)
+    assert Trainer(heads.FeatureHeadInTraining(config, draft_vocab=40), config, recipe).train()
 
 
 def head(place: Path, kind: str, *flags: str) -> Path:
@@ -74,10 +73,9 @@ def head(place: Path, kind: str, *flags: str) -> Path:
 
 def untrained(kind: str, target: Path, folder: Path, **shape: int) -> HeadConfig:
     """Write a head that nothing was taught, and return its configuration."""
-    parts = read_target(target)
-    config: HeadConfig = heads.head_config(kind, AutoConfig.from_pretrained(target), parts, parts.vocab_size, **shape)
-    ids = torch.arange(parts.vocab_size)
-    save_head(folder, heads.build_student(config, parts.embedding, read_output(target), ids, 0).model, config)
+    parts = TargetParts(target)
+    config: HeadConfig = heads.head_config(kind, parts, parts.vocab_size, **shape)
+    save_head(folder, heads.build_student(config, parts, torch.arange(parts.vocab_size), 0).model, config)
     return config
 
 
@@ -213,18 +211,17 @@ def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> N
 
 
 def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: Path, tmp_path: Path) -> None:
-    options = RunOptions(resume=True)
     target, work, vocabularies = place / "target", tmp_path / "run", []
     for tokens in (256, 2048):
         plan = replace(SMALL, tokens=tokens)
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
-        taught(TrainingConfig("eagle3", target, answers, work, options=options), tokens, draft_vocab=40)
+        learn(TrainingConfig("eagle3", target, answers, work, resume=True), tokens)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
     other = record_answers([f"words={place}/words.txt"], target, tmp_path / "other", SMALL, layers=(3,))
     with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(2, 3, 4\)"):
-        taught(TrainingConfig("eagle3", target, other, work, options=options), 256)
+        learn(TrainingConfig("eagle3", target, other, work, resume=True), 256)
 
 
 def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coppice.engine.loading import load_engine
-from coppice.heads.checkpoints import load_head, read_output
-from coppice.training.answers import Answer, as_positions, write_answers
+from coppice.heads.checkpoints import TargetParts, load_head
+from coppice.training.answers import Answer, stacked, write_answers
 from coppice.training.data import load_tokenizer
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 
@@ -45,13 +44,11 @@ def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float
     loaded = load_head("dspark", folder, DEMO / "target")
     places = [LAYERS.index(layer) for layer in loaded.config.feature_layers]
     wide = loaded.config.hidden_size
-    seen = [
-        replace(one, features=one.features.view(LENGTH, -1, wide)[:, places].flatten(1) * (not blank))
-        for one in answers
-    ]
-    read, positions = as_positions(seen)
-    teacher = Teacher(read, read_output(DEMO / "target"), loaded.model.target_ids)
-    return accepted_length(measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions))
+    texts = stacked(answers)
+    seen = texts.features.unflatten(-1, (-1, wide))[:, :, places].flatten(2) * (not blank)
+    teacher = Teacher(TargetParts(DEMO / "target").output, loaded.model.target_ids)
+    student = Student(loaded.model, loaded.embedding)
+    return accepted_length(measure(student, HeadLoss(teacher), texts._replace(features=seen)))
 
 
 def told(folder: Path, changes: Mapping[str, Any]) -> Path:

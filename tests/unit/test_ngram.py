@@ -63,31 +63,50 @@ def grown(head: Head, key: int, root: int, at: int, budget: int = 31, params: Sa
     return growth
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "predicted"])
 @settings(max_examples=60 * EFFORT, deadline=None)
 @given(
     ids=texts,
+    prediction=texts,
     root=st.integers(0, VOCAB - 1),
-    budget=st.integers(0, 64),
+    budget=st.integers(0, MAX_HEAD_NODES),
     temperature=st.sampled_from([0.0, 1e-9, 0.3, 1.0, 10.0]),
     coupled=st.booleans(),
     chain=st.booleans(),
 )
-def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
-    kind: str, ids: list[int], root: int, budget: int, temperature: float, coupled: bool, chain: bool
+def test_every_tree_is_valid_its_scores_fall_and_its_places_are_of_the_prediction(
+    kind: str,
+    ids: list[int],
+    prediction: list[int],
+    root: int,
+    budget: int,
+    temperature: float,
+    coupled: bool,
+    chain: bool,
 ) -> None:
-    head = make_head(kind, depth=5, top_k=1 if chain else 4)
-    begin(head, 1, ids)
-    params = SamplingParams(temperature=temperature, seed=3)
-    ((growth,),) = head.draft([DraftJob(1, root, len(ids), budget, params, coupled)])
+    predicted = kind == "predicted"
+    head = make_head("lookup" if predicted else kind, depth=5, top_k=1 if chain else 4)
+    begin(head, 1, ids[:5], prediction if predicted else ())
+    head.advance(1, Advance(ids[5:]))
+    job = DraftJob(1, root, len(ids), budget, SamplingParams(temperature=temperature, seed=3), coupled)
+    ((growth,),) = head.draft([job])
     tree = growth.nodes
-    validate(tree, VOCAB, max_nodes=budget, max_depth=5)
+    validate(tree, VOCAB, budget, MAX_TREE_DEPTH if predicted else 5)
     scores = np.append(np.float32(0), tree.log_probs)
     assert (tree.log_probs <= scores[tree.parents]).all()
     assert (tree.log_probs < 0).all()
     edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(edges)) == len(edges)
     assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
+    places = (0, *growth.predicted)
+    assert len(growth.predicted) == len(tree) * predicted
+    for (parent, token), place in zip(edges, growth.predicted, strict=False):
+        if place:
+            assert prediction[place - 1] == token
+            assert parent == 0 or places[parent] == place - 1
+    if predicted:
+        ((again,),) = head.draft([job])
+        assert again.predicted == growth.predicted
 
 
 def witten_bell(ids: list[int], previous: int, token: int) -> float:
@@ -413,29 +432,3 @@ def test_a_useless_prediction_soon_promises_little() -> None:
     without = Decoded(head, 2, answer)
     assert sum(decoded.nodes[-50:]) < sum(without.nodes[-50:]) + 50 * 3
     assert decoded.steps <= without.steps
-
-
-@settings(max_examples=60 * EFFORT, deadline=None)
-@given(
-    prediction=st.lists(st.integers(0, 5), min_size=1, max_size=60),
-    text=st.lists(st.integers(0, 5), max_size=40),
-    root=st.integers(0, 5),
-    budget=st.integers(0, MAX_HEAD_NODES),
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-)
-def test_every_tree_is_valid_and_its_places_are_of_the_prediction(
-    prediction: list[int], text: list[int], root: int, budget: int, temperature: float
-) -> None:
-    head = make_head()
-    begin(head, 1, PROMPT, prediction)
-    head.advance(1, Advance(text))
-    params = SamplingParams(temperature=temperature, seed=3)
-    growth = grown(head, 1, root, len(PROMPT) + len(text), budget, params)
-    validate(growth.nodes, 6, budget, MAX_TREE_DEPTH)
-    assert growth.predicted == grown(head, 1, root, len(PROMPT) + len(text), budget, params).predicted
-    assert len(growth.predicted) == len(growth.nodes)
-    places = (0, *growth.predicted)
-    for parent, token, place in zip(growth.nodes.parents, growth.nodes.tokens, growth.predicted, strict=True):
-        if place:
-            assert prediction[place - 1] == token
-            assert parent == 0 or places[parent] == place - 1

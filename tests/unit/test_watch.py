@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from coppice.config.model import Expectation, read_expectation
 from coppice.errors import InvalidField
@@ -103,17 +104,15 @@ def test_a_push_begins_anew_and_earlier_drafts_do_not_count() -> None:
 
 
 def test_what_is_expected_is_the_least_of_all_kinds_of_text(tmp_path: Path) -> None:
-    found = expectation(
-        {
-            "code": [[(400, 500), (150, 200), (20, 29)], [(400, 500), (150, 200)]],
-            "story": [[(500, 900), (199, 220), (90, 100)], [(30, 100), (1, 29)]],
-        }
-    )
+    code = [[(400, 500), (150, 200), (20, 29)], [(400, 500), (150, 200), (0, 0)]]
+    story = [[(500, 900), (199, 220), (90, 100)], [(30, 100), (1, 29), (0, 0)]]
+    found = expectation({"code": torch.tensor(code), "story": torch.tensor(story)})
     assert len(found.by_depth) == 2  # the third was tried fewer times than LEAST_TRIALS on code
     assert found.by_depth[0] == 0.3  # a text
     assert 0.69 < found.by_depth[1] < 0.75
     assert found.texts == {"code": (0.8, 0.75, 0.6897), "story": (0.53, 0.8032, 0.9)}
-    assert expectation({"code": [[(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]]}) == Expectation(texts={"code": (0.9655,)})
+    few = torch.tensor([[(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]])
+    assert expectation({"code": few}) == Expectation(texts={"code": (0.9655,)})
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     assert read_expectation(tmp_path).by_depth == ()
     (tmp_path / "config.json").write_text(json.dumps({"acceptance": found.model_dump()}))
