@@ -16,6 +16,7 @@ from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import serve_metrics
 from coppice.v1 import generation_pb2
+from coppice.wire.drafter import vocabulary_hash
 
 from .heads import HeadPool, feature_layers
 from .metrics import OrchestratorMetrics
@@ -60,7 +61,7 @@ async def serve(settings: Settings) -> int:
     following = [asyncio.create_task(_follow(verifiers, verifiers_at))]
     target = await verifiers.first_target()
     metrics = OrchestratorMetrics(target.name, target.dtype)
-    vocabulary = codec.vocabulary_hash if codec else b""
+    vocabulary = vocabulary_hash(codec.tokenizer.get_vocab()) if codec else b""
     heads = {
         name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size, vocabulary)
         for name, where in heads_at.items()

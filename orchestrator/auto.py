@@ -23,12 +23,13 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client import Counter
+
 from coppice.speculation.policy import Policy
 from coppice.speculation.tree import prune
 
-from .metrics import OrchestratorMetrics
+from .loop import Step, StepPolicy
 from .outcomes import accepted
-from .step import Step, StepPolicy
 
 PLAIN, SINGLE = "plain", "single:"
 PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
@@ -112,27 +113,6 @@ class Gain:
         return (weight * first + self.total) / (weight + self.steps)
 
 
-class Text:
-    """One request as `auto` knows it: its arms, and what they gained in it."""
-
-    def __init__(self, heads: Sequence[str], sampled: bool = False, predicted: Collection[str] = ()) -> None:
-        """predicted: the heads that have a prediction."""
-        self.arms = {arm.name: arm for arm in arms_of(heads)}
-        predicting = {name for name, arm in self.arms.items() if any(heads[at] in predicted for at in arm.heads)}
-        self.keys = {name: (PREDICTED * (name in predicting) + name, sampled) for name in self.arms}
-        """what all texts' gains of an arm are kept under"""
-        self.own: defaultdict[str, Gain] = defaultdict(Gain)
-        self.steps = 0
-        self.arm = PLAIN
-        self.fresh = False
-        """whether its step before had another arm"""
-        self.hint: int | None = None
-
-    def is_predicted(self, arm: str) -> bool:
-        """Whether an arm drafts from a prediction."""
-        return self.keys[arm][0] != arm
-
-
 class Rates:
     """What steps of a process's texts gained and took by arm and load, and the arm that all of them play.
 
@@ -141,7 +121,7 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self.texts: list[Text] = []
+        self.texts: list[AutoPolicy] = []
         """under way"""
         self.load = 0
         """their number in powers of two: 1; 2 and 3; 4 to 7"""
@@ -159,7 +139,7 @@ class Rates:
         self._chosen_until = 0  # the step at which the arm is chosen anew
         self._trying = 0  # rounds that the arm is still to be tried for
 
-    def decide(self, text: Text, hint: int | None) -> Arm:
+    def decide(self, text: AutoPolicy, hint: int | None) -> Arm:
         """The arm of a text's next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         if not text.steps and text not in self.texts:
             self.texts.append(text)
@@ -168,16 +148,17 @@ class Rates:
         if self._steps >= self._chosen_until:
             self._choose(text, hint)
             self._chosen_until = self._steps + len(self.texts)
-        text.arm, text.hint, text.fresh = self.arm, hint, self.arm != text.arm
-        return text.arms[self.arm]
+        text.hint, text.fresh = hint, self.arm != text.arm.name
+        text.arm = text.arms[self.arm]
+        return text.arm
 
-    def end(self, text: Text) -> None:
+    def end(self, text: AutoPolicy) -> None:
         """A text ends, or never began."""
         if text in self.texts:
             self.texts.remove(text)
             self.load = len(self.texts).bit_length()
 
-    def observe(self, text: Text, seconds: float, rows_s: float, accepted: int, opening: bool = False) -> None:
+    def observe(self, text: AutoPolicy, seconds: float, rows_s: float, accepted: int, opening: bool = False) -> None:
         """Take in what the step of the last decision came to.
 
         rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head had to prefill,
@@ -186,10 +167,10 @@ class Rates:
         text.steps += 1
         self._steps += 1
         self._allowance_s = min(MOST_SAVED_S, self._allowance_s + TRIED * seconds)
-        if text.arm == PLAIN:
+        if text.arm.name == PLAIN:
             self.plain.see(self.load, seconds - rows_s)
             return
-        key = text.keys[text.arm]
+        key = text.keys[text.arm.name]
         self.rounds[key] += 1 / max(1, len(self.texts))
         if opening:
             return
@@ -197,14 +178,14 @@ class Rates:
         if not (text.fresh and self.extra[key[0]].count(self.load)):  # else it catches up with the text
             self.extra[key[0]].see(self.load, extra_s, seconds - extra_s)
         if text.hint != 0:  # else all of it was left out, which says nothing of other loads
-            self.gained(text, text.arm, accepted)
+            self.gained(text, text.arm.name, accepted)
 
-    def gained(self, text: Text, name: str, accepted: int) -> None:
+    def gained(self, text: AutoPolicy, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
         self.gains[text.keys[name]].see(accepted, MEMORY)
         text.own[name].see(accepted, TEXT_MEMORY)
 
-    def _choose(self, text: Text, hint: int | None) -> None:
+    def _choose(self, text: AutoPolicy, hint: int | None) -> None:
         """Choose the arm of the next round. text: any of those under way."""
         if self.plain.count(self.load) < PLAIN_STEPS:
             self.arm = PLAIN
@@ -246,7 +227,7 @@ class Rates:
         seconds = self.step_s(self.texts[0], name)
         return (1 + gain) / seconds, (1 + gain + doubt) / seconds
 
-    def gain(self, text: Text, name: str) -> float:
+    def gain(self, text: AutoPolicy, name: str) -> float:
         """Accepted drafts a step to be expected of an arm in a text."""
         if name == PLAIN:
             return 0.0
@@ -257,7 +238,7 @@ class Rates:
             return text.own[name].mean(PREDICTED_GAIN, PREDICTED_STEPS)
         return text.own[name].mean(self.gains[text.keys[name]].mean(first, FIRST_STEPS), TEXT_STEPS)
 
-    def step_s(self, text: Text, name: str) -> float:
+    def step_s(self, text: AutoPolicy, name: str) -> float:
         """What a step of an arm takes at this load, as far as is known."""
         plain_s = self.plain.at(self.load) or 0.0
         if name == PLAIN:
@@ -272,47 +253,65 @@ class Rates:
 
 
 class AutoPolicy(StepPolicy):
-    """Plays the arm that is chosen for all sessions, and reports what its steps gained and took."""
+    """One request as `auto` knows it: its arms, and what they gained in it. It plays the arm that all texts play."""
 
-    def __init__(self, rates: Rates, text: Text, heads: Sequence[str], metrics: OrchestratorMetrics) -> None:
-        self._rates, self._text, self._heads, self._metrics = rates, text, heads, metrics
-        self._arm = text.arms[PLAIN]
-        super().__init__(self._arm.policy, ())
-        self._learns = False  # whether the arm of the step that was observed last has several heads
+    def __init__(
+        self,
+        rates: Rates,
+        heads: Sequence[str],
+        choices: Counter,
+        sampled: bool = False,
+        predicted: Collection[str] = (),
+    ) -> None:
+        """choices: counts steps by arm. predicted: the heads that have a prediction."""
+        self._rates, self._heads, self._choices = rates, heads, choices
+        self.arms = {arm.name: arm for arm in arms_of(heads)}
+        predicting = {name for name, arm in self.arms.items() if any(heads[at] in predicted for at in arm.heads)}
+        self.keys = {name: (PREDICTED * (name in predicting) + name, sampled) for name in self.arms}
+        """what all texts' gains of an arm are kept under"""
+        self.own: defaultdict[str, Gain] = defaultdict(Gain)
+        self.steps = 0
+        self.arm = self.arms[PLAIN]
+        self.fresh = False
+        """whether its step before had another arm"""
+        self.hint: int | None = None
+        super().__init__(self.arm.policy, ())
+
+    def is_predicted(self, arm: str) -> bool:
+        """Whether an arm drafts from a prediction."""
+        return self.keys[arm][0] != arm
 
     def heads(self, step: Step) -> Sequence[int]:
         """The heads of the arm."""
-        self._arm = self._rates.decide(self._text, step.hint)
-        self.policy = self._arm.policy
-        return self._arm.heads
+        self.policy = self._rates.decide(self, step.hint).policy
+        return self.arm.heads
 
     @property
     def soon(self) -> Sequence[int]:
         """The heads of what is played now."""
-        return self._text.arms[self._rates.arm].heads
+        return self.arms[self._rates.arm].heads
 
     def budget(self, most: int, hint: int | None) -> int:
         """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
-        return min(most, hint) if hint and not self._text.is_predicted(self._arm.name) else most
+        return min(most, hint) if hint and not self.is_predicted(self.arm.name) else most
 
     def observe(self, step: Step) -> None:
         """Take in the step's seconds, and what it gained."""
         verdict = step.verdict
         times = verdict.timings
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
-        self._rates.observe(self._text, step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
-        self._learns = len(self._arm.heads) > 1
-        self._metrics.auto_choices.labels(self._arm.name).inc()
+        self._rates.observe(self, step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
+        self._choices.labels(self.arm.name).inc()
 
     def learn(self, step: Step) -> None:
         """Take in what each head would have gained alone in a step of several."""
         verdict = step.verdict
         nodes = len(verdict.verified) if verdict.pruned else step.budget
-        if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
+        if len(step.asked) > 1 and nodes:  # where all of it was left out, the step says nothing of the heads
             for at in step.asked:
                 tree, _ = prune(step.drafts[at].scored, nodes)
-                self._rates.gained(self._text, SINGLE + self._heads[at], len(accepted(tree, step.offered)))
+                self._rates.gained(self, SINGLE + self._heads[at], len(accepted(tree, step.offered)))
 
     def close(self) -> None:
         """End the text."""
-        self._rates.end(self._text)
+        self._rates.end(self)

@@ -139,7 +139,10 @@ class ServiceReplica:
         self._folder = tempfile.TemporaryDirectory(prefix="coppice-")
         folder = Path(self._folder.name)
         file = folder / "settings.yaml"  # not flags, which others on the machine could read
-        file.write_text(yaml.safe_dump({**sections, "server": _at_node(sections.get("server", {}))}), encoding="utf-8")
+        node, server = ray.util.get_node_ip_address(), sections.get("server", {})
+        host = server.get("host", node)
+        server = {"host": host, "advertise": "" if is_loopback(host) else node, **server}  # where others find it
+        file.write_text(yaml.safe_dump({**sections, "server": server}), encoding="utf-8")
         self._process = ServiceProcess(name, role, MODULES[role], {**flags, "config": file}, folder, checkout())
         self._process.start()
         self._relay = threading.Thread(target=_relay, args=(self._process.log_file,), name="relay", daemon=True)
@@ -170,8 +173,13 @@ class ServiceReplica:
         self._process.check_health(_ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scale_by_sessions` is told. Raises OSError."""
-        return {} if self._draining else {"sessions": sessions(self._role, self._ready.metrics)}
+        """What `scale_by_sessions` is told: sessions, of an orchestrator its running requests. Raises OSError."""
+        if self._draining:
+            return {}
+        metrics, counters = self._ready.metrics, f"coppice_{self._role}_sessions"
+        if self._role == "orchestrator":
+            return {"sessions": metric(metrics, "vllm:num_requests_running")}
+        return {"sessions": metric(metrics, f"{counters}_opened_total") - metric(metrics, f"{counters}_closed_total")}
 
     def __del__(self) -> None:
         """Drain: SIGTERM, and as long as requests may take to end. Serve calls it, then perhaps the interpreter."""
@@ -180,21 +188,6 @@ class ServiceReplica:
             self._process.stop(self._grace_s + _STOP_S)
             self._folder.cleanup()
             self._relay.join(10 * _LOG_POLL_S)
-
-
-def _at_node(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a server that others find at this node's address, unless they say otherwise."""
-    node = ray.util.get_node_ip_address()
-    host = server.get("host", node)
-    return {"host": host, "advertise": "" if is_loopback(host) else node, **server}
-
-
-def sessions(role: str, metrics: str) -> float:
-    """Sessions of a service by its metrics at HOST:PORT; an orchestrator's are running requests. Raises OSError."""
-    if role == "orchestrator":
-        return metric(metrics, "vllm:num_requests_running")
-    opened, closed = (metric(metrics, f"coppice_{role}_sessions_{what}_total") for what in ("opened", "closed"))
-    return opened - closed
 
 
 def _relay(file: Path) -> None:

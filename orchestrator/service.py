@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 
 import grpc
 
@@ -24,12 +26,10 @@ from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import ChatMessage, Chunk, GenerationRequest, ModelDescription, Started
 from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
-from .answer import Account, Output
-from .auto import AutoPolicy, Rates, Text
+from .auto import AutoPolicy, Rates
 from .heads import HeadPool, HeadSession, feature_layers
-from .loop import Decoding
+from .loop import Account, Decoding, Output, StepPolicy
 from .metrics import OrchestratorMetrics
-from .step import StepPolicy
 from .targets import TargetPool, TargetSession
 from .text import Encoder, TextCodec, TextStream, TokenBytes
 from .tokens import client_salt
@@ -90,28 +90,36 @@ class GenerationServicer:
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """One answer."""
-        async with contextlib.aclosing(self.answer(message)) as events:
-            async for event in events:
+        async with contextlib.aclosing(self.answers([message], contextlib.nullcontext())) as events:
+            async for _, event in events:
                 yield generation.response_to_wire(event).SerializeToString()
 
-    async def answer(self, message: generation_pb2.GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
-        """The events of one answer. Raises CoppiceError.
+    async def answers(
+        self, messages: Sequence[generation_pb2.GenerateRequest], place: AbstractAsyncContextManager[None]
+    ) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """The events of answers that are decoded side by side, each with its answer's number. Raises CoppiceError: when
+        one fails, all end.
 
-        They are made beside the sending: no step waits for the client, and one that reads slowly holds bytes, not a
-        seat. Chunks that wait to be read become one.
+        place: held while they are decoded. They are made beside the sending: no step waits for the client, and one that
+        reads slowly holds bytes, not a seat. Chunks that wait to be read become one.
         """
-        waiting, news = deque[StreamEvent](), asyncio.Event()
+        waiting, news = deque[tuple[int, StreamEvent]](), asyncio.Event()
         unread = 0
 
-        def send(event: StreamEvent) -> None:
+        def send(number: int, event: StreamEvent) -> None:
             nonlocal unread
-            if unread > _MOST_UNREAD_BYTES:
+            if unread > _MOST_UNREAD_BYTES * len(messages):
                 running.cancel()
             unread += _size(event)
-            waiting.append(event)
+            waiting.append((number, event))
             news.set()
 
-        running = asyncio.create_task(self._answer(message, send))
+        async def decode() -> None:
+            async with place, asyncio.TaskGroup() as group:
+                for number, message in enumerate(messages):
+                    group.create_task(self._answer(message, partial(send, number)))
+
+        running = asyncio.create_task(decode())
         running.add_done_callback(lambda _: news.set())
         try:
             while waiting or not running.done():
@@ -119,16 +127,20 @@ class GenerationServicer:
                     news.clear()
                     await news.wait()
                     continue
-                taken = [waiting.popleft()]
-                while waiting and _is_plain(taken[0]) and _is_plain(waiting[0]):
-                    taken.append(waiting.popleft())
+                number, event = waiting.popleft()
+                taken = [event]
+                while waiting and waiting[0][0] == number and _is_plain(event) and _is_plain(waiting[0][1]):
+                    taken.append(waiting.popleft()[1])
                 unread -= sum(map(_size, taken))  # what is being sent does not wait: it may be larger than the bound
-                yield Chunk.joined(taken) if len(taken) > 1 else taken[0]  # type: ignore[arg-type]
+                yield number, Chunk.joined(taken) if len(taken) > 1 else event  # type: ignore[arg-type]
             if running.cancelled():
                 raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
             running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def _answer(self, message: generation_pb2.GenerateRequest, send: Callable[[StreamEvent], None]) -> None:
         """Admit a request, decode it and count how it ended."""
@@ -192,7 +204,8 @@ class GenerationServicer:
         predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == _PREDICTING]
         if policy.name == "auto" and request.budget:
             rates = self._rates.setdefault(frozenset(names), Rates())
-            return AutoPolicy(rates, Text(names, request.sampling.temperature > 0, predicted), names, self.metrics)
+            is_sampled = request.sampling.temperature > 0
+            return AutoPolicy(rates, names, self.metrics.auto_choices, is_sampled, predicted)
         return StepPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
 
     def _opening(

@@ -161,6 +161,7 @@ LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, Internal
 """what another replica may do better"""
 _LEAST_DEADLINE_S = 1.0
 _LAST_RESORT_S = 60.0
+_LOOK_S = 0.25  # between two looks whether a question's time is over
 _PREFILL_S = 60.0
 _RETRY_S = 0.05
 _FIRST_TARGET_S = 30.0
@@ -261,7 +262,6 @@ class TargetSession:
         """it is open on the verifier that texts which begin like it go to"""
         self._losses = 0
         self._steps_before = 0  # that other streams of this request answered
-        # One timer outlives many questions: it looks again when the question that it was set for is answered.
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s, self._until = 0.0, math.inf  # of the question that waits, of the event loop's clock
 
@@ -304,6 +304,7 @@ class TargetSession:
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify()
+        self._look()
         replica.sessions += 1
         answer = await self._exchange(opening, self._pool.call_s if self._pool.alone else _PREFILL_S)
         assert isinstance(answer, SessionOpened)
@@ -350,17 +351,13 @@ class TargetSession:
             self._timer.cancel()
         self._call = self._replica = self._timer = None
 
-    def _look(self, loop: asyncio.AbstractEventLoop, set_off: bool = True) -> None:
-        """Give the verifier up when the question's time is over, else look again by then."""
-        if set_off:
-            self._timer = None
+    def _look(self) -> None:
+        """Give the verifier up when the question's time is over, and look again soon: a timer a question costs more."""
+        loop = asyncio.get_running_loop()
         if self._call is not None and self._replica is not None and loop.time() >= self._until:
             late = f"the verifier at {self._replica.address} did not answer in {self._timeout_s:.1f} s"
             self._call.inbox.end(DeadlineExceeded(late))
-        elif self._until < (self._timer.when() if self._timer else math.inf):
-            if self._timer:
-                self._timer.cancel()
-            self._timer = loop.call_at(self._until, self._look, loop)
+        self._timer = loop.call_later(_LOOK_S, self._look)
 
     async def _exchange(self, question: OpenSession | VerifyStep, timeout_s: float) -> SessionOpened | Verdict:
         """Ask and return an answer of the question's kind. One that does not fit the question is InternalError."""
@@ -368,9 +365,7 @@ class TargetSession:
         if call is None or replica is None:
             raise Unavailable("the session is not open")
         message = verifier.verify_request_to_wire(question)
-        loop = asyncio.get_running_loop()
-        self._timeout_s, self._until = timeout_s, loop.time() + timeout_s
-        self._look(loop, set_off=False)
+        self._timeout_s, self._until = timeout_s, asyncio.get_running_loop().time() + timeout_s
         try:
             sent = time.perf_counter_ns()
             call.send(message)

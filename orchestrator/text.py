@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,6 @@ from coppice.config.model import added_tokens, ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
 from coppice.rpc.admission import Admission
-from coppice.wire.drafter import vocabulary_hash
 from coppice.wire.generation import ChatMessage
 
 from .tokens import client_salt
@@ -236,16 +235,6 @@ class TextCodec:
         """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
         return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
 
-    @cached_property
-    def vocabulary_hash(self) -> bytes:
-        """What a head's tokenizer is compared by."""
-        return vocabulary_hash(self.tokenizer.get_vocab())
-
-    @cached_property
-    def longest(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.tokenizer.get_vocab()), default=1)
-
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or `bare` without them.
 
@@ -261,6 +250,7 @@ class Encoder:
     def __init__(self, codec: TextCodec, most_ids: int, limits: Limits, answer_s: float = ANSWER_S) -> None:
         """most_ids: of a prompt that the target has room for. limits: how many may wait for a process, and how long."""
         self._codec, self._most_ids = codec, most_ids
+        self._most_chars = most_ids * max(map(len, codec.tokenizer.get_vocab()), default=1)
         self._render, self._encode = (
             _Process((role, str(codec.folder)), limits, answer_s) for role in ("render", "encode")
         )
@@ -300,7 +290,7 @@ class Encoder:
         return ids
 
     def _check_length(self, chars: int) -> None:
-        if chars > self._most_ids * self._codec.longest:
+        if chars > self._most_chars:
             raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
 
     async def stop(self) -> None:

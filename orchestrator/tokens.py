@@ -57,21 +57,18 @@ def read_tokens(file: str) -> tuple[BearerToken, ...]:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField(_SETTING, f"{file} cannot be read: {getattr(error, 'strerror', 'it is no text')}") from None
-    return tuple(
-        _read_entry(file, number, line.strip())
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.lstrip().startswith("#")
-    )
-
-
-def _read_entry(file: str, number: int, line: str) -> BearerToken:
-    match = _TOKEN_LINE.fullmatch(line)
-    if match is None:
-        raise InvalidField(_SETTING, f"{file}, line {number}: is not NAME SHA256HEX [SESSIONS]")
-    digest, sessions = bytes.fromhex(match["digest"]), match["sessions"]
-    if digest == sha256(b"").digest():
-        raise InvalidField(_SETTING, f"{file}, line {number}: is the hash of no token at all")
-    return BearerToken(match["name"], digest, int(sessions) if sessions else None)
+    entries: list[BearerToken] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _TOKEN_LINE.fullmatch(line)
+        if match is None:
+            raise InvalidField(_SETTING, f"{file}, line {number}: is not NAME SHA256HEX [SESSIONS]")
+        digest, sessions = bytes.fromhex(match["digest"]), match["sessions"]
+        if digest == sha256(b"").digest():
+            raise InvalidField(_SETTING, f"{file}, line {number}: is the hash of no token at all")
+        entries.append(BearerToken(match["name"], digest, int(sessions) if sessions else None))
+    return tuple(entries)
 
 
 class Tokens:
@@ -92,7 +89,7 @@ class Tokens:
         Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
         """
         self._reread()
-        entry = self._find(_bearer(metadata))
+        entry = self._find(metadata)
         if entry is None:
             self._requests.labels("", "unauthenticated").inc()
             await self._slow_down()
@@ -109,13 +106,18 @@ class Tokens:
         finally:
             self._running[name] -= counted
 
-    def _find(self, token: str) -> BearerToken | None:
-        """Compares with every entry, in a time that does not tell which one it was."""
+    def _find(self, metadata: Iterable[tuple[str, str | bytes]]) -> BearerToken | None:
+        """Whose token a call has; None when it has none, or more than one.
+
+        Compares with every entry, in a time that does not tell which one it was.
+        """
+        values = [value for key, value in metadata if key == "authorization"]
+        scheme, _, token = str(values[0]).partition(" ") if len(values) == 1 else ("", "", "")
         digest, bearer = sha256(token.encode()).digest(), None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
                 bearer = entry
-        return bearer
+        return bearer if scheme.lower() == "bearer" else None
 
     def _reread(self) -> None:
         """Take the file's entries if it changed; while it is unusable those read before hold."""
@@ -145,10 +147,3 @@ def _state(file: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
-
-
-def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The token of a call; empty when it has none, or more than one."""
-    values = [value for key, value in metadata if key == "authorization"]
-    scheme, _, token = str(values[0]).partition(" ") if len(values) == 1 else ("", "", "")
-    return token if scheme.lower() == "bearer" else ""

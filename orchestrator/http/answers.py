@@ -1,24 +1,156 @@
-"""OpenAI's answers, whole or in parts, made of a request's events."""
+"""OpenAI's answers: errors, and those made of the events of a request's choices, whole or streamed."""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import contextlib
 import itertools
+import json
+import math
+import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sse_starlette.sse import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
+from coppice.errors import (
+    Cancelled,
+    CoppiceError,
+    InvalidField,
+    Overloaded,
+    Status,
+)
+from coppice.rpc.server import MAX_DETAILS
 from coppice.wire.common import TopLogProbs
-from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
+from coppice.wire.generation import (
+    Chunk,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Origin,
+    Started,
+)
 
 from ..service import GenerationServicer
 from ..text import TokenBytes
-from .answering import Events, Json
 from .bodies import ChatBody, CompletionBody
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+Json = dict[str, Any]
+Events = AsyncGenerator[tuple[int, StreamEvent], None]
+"""of all choices of a request, each with its choice's index"""
+
+_PING_S = 15  # between two signs of life in a stream
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of some work, which ends when the client leaves."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("the client left")
+        return await working
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def streamed(request: Request, parts: AsyncGenerator[Json, None], idle_s: float) -> Response:
+    """Stream parts, and [DONE] behind them. An error before the first part is raised, a later one is a part."""
+    first = await unless_gone(request, anext(parts))
+    return EventSourceResponse(_data(first, parts), sep="\n", ping=_PING_S, send_timeout=idle_s)
+
+
+async def _data(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[dict[str, str]]:
+    async with contextlib.aclosing(parts):
+        yield {"data": json.dumps(first)}
+        try:
+            async for part in parts:
+                yield {"data": json.dumps(part)}
+        except Exception as error:
+            yield {"data": json.dumps(describe_error(error)[1])}
+    yield {"data": "[DONE]"}
+
+
+CODES = {
+    Status.INVALID_ARGUMENT: 400,
+    Status.UNAUTHENTICATED: 401,
+    Status.PERMISSION_DENIED: 403,
+    Status.NOT_FOUND: 404,
+    Status.DEADLINE_EXCEEDED: 408,
+    Status.CANCELLED: 499,
+    Status.RESOURCE_EXHAUSTED: 429,
+    Status.UNAVAILABLE: 503,
+    Status.FAILED_PRECONDITION: 503,
+    Status.INTERNAL: 500,
+}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+"""by HTTP status; of all others the class counts"""
+
+
+def envelope(code: int, message: str, field: str | None = None) -> Json:
+    """OpenAI's body of an error. The message may quote what the caller made up."""
+    kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
+    texts = {"message": message, "param": field}
+    plain = {name: text and text[:MAX_DETAILS].encode(errors="replace").decode() for name, text in texts.items()}
+    return {"error": {**plain, "type": kind, "code": code}}
+
+
+def describe_error(error: Exception) -> tuple[int, Json]:
+    """The HTTP status of an error and its body. Details of an unexpected one stay in the log under an opaque id."""
+    if isinstance(error, CoppiceError):
+        code = CODES[error.status]
+        return code, envelope(code, str(error), error.field if isinstance(error, InvalidField) else None)
+    if isinstance(error, HTTPException):
+        message = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
+        return error.status_code, envelope(error.status_code, message)
+    if isinstance(error, RequestValidationError):
+        deepest = max(error.errors(), key=lambda each: len(each["loc"]))
+        parts = list(map(str, deepest["loc"][1:]))  # with the names of the types that pydantic tried
+        field = ".".join(part for at, part in enumerate(parts) if not (at and (part == "str" or "[" in part)))
+        reason = "is not served (docs/http.md#fields)" if deepest["type"] == "extra_forbidden" else deepest["msg"]
+        return 400, envelope(400, f"{field or 'body'}: {reason}", field or None)
+    opaque = secrets.token_hex(8)
+    log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
+    return 500, envelope(500, f"internal error {opaque}")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The answer that an error is."""
+    code, body = describe_error(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, code, headers)
+
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 LEAST_LOG_PROB = -9999.0

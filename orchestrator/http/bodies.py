@@ -144,12 +144,6 @@ class Sampled(Body):
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
-    @model_validator(mode="after")
-    def _options_are_of_a_stream(self) -> Sampled:
-        if self.usage_in_stream and not self.stream:
-            raise InvalidField("stream_options", "are for a stream alone")
-        return self
-
     @property
     def scored(self) -> bool:
         """Whether log-probabilities are wanted."""
@@ -171,6 +165,8 @@ class Sampled(Body):
 
         fields: of GenerationRequest, that are no options of the SDK. Raises InvalidField.
         """
+        if self.usage_in_stream and not self.stream:
+            raise InvalidField("stream_options", "are for a stream alone")
         if self.min_tokens > most > 0:
             limit = self.name_of("max_new_tokens")
             raise InvalidField("min_tokens", f"{self.min_tokens} is more than {limit}, {most}")
@@ -212,14 +208,10 @@ class CompletionBody(Sampled):
     ] = None
     echo: Annotated[bool, Field(description="begin with the prompt")] = False
 
-    @model_validator(mode="after")
-    def _echo_fits(self) -> CompletionBody:
-        if not self.max_tokens and not self.echo:
-            raise InvalidField("max_tokens", "is 0 with echo alone")
-        return self
-
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice, prompt by prompt. Raises InvalidField."""
+        if not self.max_tokens and not self.echo:
+            raise InvalidField("max_tokens", "is 0 with echo alone")
         several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
         prompts: Any = self.prompt if several else [self.prompt]
         if not prompts or len(prompts) * self.n > MOST_CHOICES:
@@ -268,14 +260,10 @@ class ChatBody(Sampled):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS, description="only with logprobs")] = 0
 
-    @model_validator(mode="after")
-    def _top_fits(self) -> ChatBody:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidField("top_logprobs", "needs logprobs")
-        return self
-
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice. Raises InvalidField."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs")
         most = self.max_completion_tokens or self.max_tokens or 0
         return self._requests([[message.plain for message in self.messages]], most, top_log_probs=self.top_logprobs)
 

@@ -1,39 +1,274 @@
-"""The HTTP server beside the gRPC one: the same process, event loop, certificates and end."""
+"""The HTTP server beside the gRPC one: the same process, event loop, certificates and end.
+
+It serves OpenAI's API, and the page.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import re
 import resource
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import h11
 import structlog
 import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+import coppice
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings
-from coppice.errors import Cancelled, DeadlineExceeded, InvalidField, Overloaded, PermissionDenied, Unavailable
-from coppice.limits import MAX_CONTEXT, REQUEST_BYTES, Limits
+from coppice.errors import (
+    Cancelled,
+    CoppiceError,
+    DeadlineExceeded,
+    InvalidField,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    Unavailable,
+)
+from coppice.limits import MAX_CONTEXT, NEW_TOKENS, REQUEST_BYTES, Limits, check_count, check_ids
 from coppice.rpc import tracing
 from coppice.rpc.access import Access, Certificates, is_loopback
 from coppice.rpc.server import MAX_PARTS, most_calls, within
+from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 
 from ..service import GenerationServicer
-from . import errors
-from .answering import Answering
-from .app import FILES, is_page_served, make_app
+from .answers import Events, HttpAnswer, Json, error_response, finite, streamed, unless_gone
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_log_probs, naming_fields_of
 
 log = structlog.get_logger()
+
+_FOLDER = Path(__file__).parent / "page"
+FILES = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_FOLDER.iterdir())}
+"""The files of the page by their paths: they hold nothing of a deployment."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def is_page_served(settings: Settings) -> bool:
+    """Whether `orchestrator.page` asks for the page where this process listens."""
+    where = settings.orchestrator.page
+    return where == "always" or (where == "loopback" and is_loopback(settings.server.host))
+
+
+def make_app(api: Api, page: bool = False) -> FastAPI:
+    """The application of an API, with the page or without."""
+    app = FastAPI(
+        title="Coppice",
+        version=coppice.__version__,
+        redoc_url=None,
+        responses={"4XX": {"description": "what is wrong, in OpenAI's body of an error"}},
+    )
+
+    @app.exception_handler(CoppiceError)
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(RequestValidationError)
+    @app.exception_handler(Exception)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError) and "json" not in request.headers.get("content-type", ""):
+            error = HTTPException(415, "send Content-Type: application/json")
+        return error_response(error)
+
+    for method, path, endpoint in api.routes(page):
+        app.add_api_route(path, endpoint, methods=[method])
+    for path, file in FILES.items() if page else ():
+        app.get(path, include_in_schema=False)(_serving(file))
+    return app
+
+
+def _serving(file: Path) -> Callable[..., Any]:
+    async def serve() -> Response:
+        return FileResponse(file, headers=HEADERS)
+
+    return serve
+
+
+class Api:
+    """What each path answers. The first line of a docstring is the path's description."""
+
+    def __init__(self, service: GenerationServicer, access: Access) -> None:
+        self._service, self._access = service, access
+        target = service.target
+        self._model = {"id": target.name, "object": "model", "created": int(time.time()), "owned_by": "coppice"}
+        self._model["max_model_len"] = target.max_len
+        self._running = set[asyncio.Task[Any] | None]()
+        self._is_cut = False
+
+    def cut(self) -> None:
+        """End every answer under way: its client is told that the server stops."""
+        self._is_cut = True
+        for task in self._running:
+            if task is not None:
+                task.cancel()
+
+    def routes(self, page: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+        """Method, path and endpoint of OpenAI's API, of what probes and engines have beside it, and of the page's."""
+        yield "GET", "/health", self.health
+        yield "GET", "/ping", self.health
+        yield "GET", "/ready", self.ready
+        yield "GET", "/version", self.version
+        if not self._service.settings.orchestrator.tokens:  # metrics name all clients
+            yield "GET", "/metrics", self.metrics
+        yield "GET", "/v1/models", self.models
+        yield "GET", "/v1/models/{name:path}", self.model
+        yield "POST", "/v1/completions", self.completions
+        yield "POST", "/v1/chat/completions", self.chat_completions
+        yield "POST", "/tokenize", self.tokenize
+        yield "POST", "/detokenize", self.detokenize
+        if page:
+            yield "GET", "/model", self.described
+            yield "POST", "/trace/completions", self.trace_completion
+            yield "POST", "/trace/chat/completions", self.trace_chat
+
+    async def health(self) -> Response:
+        """Answer while the process lives."""
+        return Response()
+
+    async def ready(self) -> Response:
+        """Answer while requests are taken and a verifier can be asked; otherwise the status is 503."""
+        if not self._service.ready:
+            raise Unavailable("no verifier is ready")
+        return Response()
+
+    async def version(self) -> Json:
+        """Tell Coppice's version."""
+        return {"version": coppice.__version__}
+
+    async def metrics(self) -> Response:
+        """Answer what the metrics port answers."""
+        return PlainTextResponse(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> Json:
+        """List the served model."""
+        return {"object": "list", "data": [self._model]}
+
+    async def model(self, name: str) -> Json:
+        """Describe the served model; max_model_len is its context."""
+        self._check_model(name)
+        return self._model
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Complete a prompt, whole or as server-sent events."""
+        return await self._answer(body, request)
+
+    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation, whole or as server-sent events."""
+        return await self._answer(body, request)
+
+    async def _answer(self, body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Answer all choices of a body. An error before the first part is a status."""
+        self._check_model(body.model)
+        with naming_fields_of(body):
+            choices = body.requests()
+            check_log_probs(choices, self._service.target.max_len, NEW_TOKENS)
+            answer = HttpAnswer(self._service, body, choices)
+            events = self._events(choices, request)
+            if body.stream:
+                return await streamed(request, answer.parts(events), self._service.settings.limits.idle_s)
+            return JSONResponse(await unless_gone(request, answer.whole(events)))
+
+    def _events(self, requests: Sequence[GenerationRequest], request: Request) -> Events:
+        """The events of a request's choices as they come; when one fails, all end. Raises CoppiceError."""
+        place = self._place(len(requests) - 1, request.headers)
+        return self._service.answers(list(map(request_to_wire, requests)), place)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, others: int, headers: Mapping[str, str]) -> AsyncIterator[None]:
+        """Hold a place for each other choice; the first has the door's. Raises CoppiceError, also when it is cut."""
+        call_s, task = self._service.settings.limits.call_s, asyncio.current_task()
+        late = DeadlineExceeded(f"a call ends after {call_s:g} s")
+        self._running.add(task)
+        try:
+            async with within(call_s, late), contextlib.AsyncExitStack() as places:
+                for _ in range(others):
+                    await places.enter_async_context(self._access.client(headers.items(), counted=True))
+                yield
+        except asyncio.CancelledError:
+            if self._is_cut:
+                raise Unavailable("the server is stopping") from None
+            raise
+        finally:
+            self._running.discard(task)
+
+    async def tokenize(self, body: TokenizeBody) -> Json:
+        """Tell the tokens of a prompt or of messages, and their count."""
+        self._check_model(body.model)
+        prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
+        with naming_fields_of(body):
+            ids = await self._service.encode(prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._service.target.max_len}
+
+    async def detokenize(self, body: DetokenizeBody) -> Json:
+        """Tell the prompt that tokens are."""
+        self._check_model(body.model)
+        target, token_bytes = self._service.target, self._service.token_bytes
+        if token_bytes.tokenizer is None:
+            raise InvalidField("tokens", "this target has no tokenizer.json")
+        check_count("tokens", len(body.tokens), 0, target.max_len)
+        check_ids("tokens", body.tokens, target.vocab_size)
+        return {"prompt": token_bytes.decode(body.tokens)}
+
+    async def described(self) -> Json:
+        """Describe the served model as gRPC's DescribeModel does, and its dtype."""
+        return {"model": dataclasses.asdict(self._service.describe()), "dtype": self._service.target.dtype}
+
+    async def trace_completion(self, body: CompletionBody, request: Request) -> Response:
+        """Stream the events of one completion with the tree of each step."""
+        return await self._trace(body, request)
+
+    async def trace_chat(self, body: ChatBody, request: Request) -> Response:
+        """Stream the events of one answer in a conversation with the tree of each step."""
+        return await self._trace(body, request)
+
+    async def _trace(self, body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Stream the events of one answer and the tree of each step, as gRPC's Generate does, each as a JSON value."""
+        self._check_model(body.model)
+        options: Any = {"want_trees": True, "want_log_probs": True, "top_log_probs": 0, "want_prompt_log_probs": False}
+        with naming_fields_of(body):
+            choice, *others = body.requests()
+            if others:
+                raise InvalidField("n", "a trace is of one answer to one prompt")
+            events = self._events([dataclasses.replace(choice, **options)], request)
+            return await streamed(request, _traced(events), self._service.settings.limits.idle_s)
+
+    def _check_model(self, name: str) -> None:
+        """Raise NotFound unless a body names the served model, or none."""
+        served = self._service.target.name
+        if name and name != served:
+            raise NotFound(f"the model {name!r} does not exist here; {served!r} is served")
+
+
+async def _traced(events: Events) -> AsyncGenerator[Json, None]:
+    """Each event under the name that it has in GenerateResponse."""
+    async with contextlib.aclosing(events):
+        async for _, event in events:
+            if isinstance(event, Chunk):
+                event = dataclasses.replace(event, log_probs=tuple(map(finite, event.log_probs)))
+            yield {type(event).__name__.lower(): dataclasses.asdict(event)}
+
 
 LIVES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
@@ -80,7 +315,7 @@ class HttpDoor:
                 await self._app(scope, received, sent)
         except Exception as error:  # those that were answered too: Starlette raises them again
             if not begun:
-                await errors.response(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, scope: Scope, headers: list[tuple[str, str]]) -> AsyncIterator[None]:
@@ -200,8 +435,8 @@ class HttpServer:
     ) -> None:
         """Raises InvalidField for bad certificates."""
         self._grace_s, self._draining = settings.server.grace_s, draining
-        self._answering = Answering(service, access)
-        app = make_app(service, self._answering, is_page_served(settings))
+        self._api = Api(service, access)
+        app = make_app(self._api, is_page_served(settings))
         self._config = uvicorn.Config(
             HttpDoor(app, service, access, draining),
             host=settings.server.host,
@@ -251,7 +486,7 @@ class HttpServer:
         await self._draining.wait()
         server.should_exit = True
         await asyncio.sleep(self._grace_s)
-        self._answering.cut()
+        self._api.cut()
 
 
 def _following(tls: TlsSettings) -> ssl.SSLContext:

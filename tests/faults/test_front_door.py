@@ -127,7 +127,7 @@ async def test_a_part_that_is_larger_than_what_may_wait_does_not_end_its_answer(
     token = Chunk("a", (7,), (Origin.ROOT,), ("a",))
     events: list[Any] = [Started(1 << 16, "plain", (), 0, prompt_ids=(7,) * (1 << 16)), token, token]
     parts: list[Any] = []
-    async for part in Scoring().answer(generation_pb2.GenerateRequest()):
+    async for _, part in Scoring().answers([generation_pb2.GenerateRequest()], contextlib.nullcontext()):
         parts.append(part)
         for _ in range(4):
             await asyncio.sleep(0)
@@ -161,18 +161,6 @@ async def test_long_texts_leave_running_sessions_alone(stack: Stack) -> None:
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert await call.details() == f"prompt: {2 * CONTEXT} tokens leave no room in a context of {CONTEXT}"
     assert meanwhile > 2
-
-
-async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack) -> None:
-    text = "once upon a time " * 300
-    async with AsyncClient(stack.address) as client:
-        first = await client.generate(text, max_new_tokens=4)
-        (child,) = [
-            process for process in psutil.Process(stack.orchestrator.pid).children() if "encode" in process.cmdline()
-        ]
-        child.kill()
-        child.wait(5)
-        assert (await client.generate(text, max_new_tokens=4)).ids == first.ids
 
 
 async def test_silent_calls_fill_no_server(stack: Stack) -> None:

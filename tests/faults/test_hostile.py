@@ -239,7 +239,7 @@ class Two:
         sampling = SamplingParams(temperature=0)
         options = {"max_new_tokens": NEW, "sampling": sampling, "policy": "single:head", **more}
         request = request_to_wire(GenerationRequest(ids=tuple(IDS), **options))  # type: ignore[arg-type]
-        events = [event async for event in self.service.answer(request)]
+        events = [event async for _, event in self.service.answers([request], contextlib.nullcontext())]
         return [token for event in events if isinstance(event, Chunk) for token in event.ids]
 
 

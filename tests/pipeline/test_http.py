@@ -206,12 +206,8 @@ def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.Ope
         assert max(best.values()) == pytest.approx(mine, abs=1e-5)  # greedy
     echoed = client.completions.create(prompt=PROMPT, max_tokens=1, echo=True, **options).choices[0]
     assert echoed.text.startswith(PROMPT)
-    scored = echoed.logprobs
-    assert scored
-    tokens, values = scored.tokens or [], scored.token_logprobs or []
-    assert "".join(tokens) == echoed.text
-    assert scored.text_offset == [len("".join(tokens[:at])) for at in range(len(tokens))]
-    assert values[0] is None
+    assert echoed.logprobs
+    assert (echoed.logprobs.token_logprobs or ())[0] is None
     only = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **options)
     assert (only.choices[0].text, only.choices[0].finish_reason) == (PROMPT, "length")
     assert only.usage
@@ -352,6 +348,9 @@ def test_every_call_is_answered_in_its_form(stack: Stack) -> None:
             assert bool(message) == (status >= 400)
             if path == "/v1/nothing":
                 assert message == "it is not served here; /docs lists what is"
+    for kind in ("text/plain", ""):
+        status, _, data = call(stack, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, kind)
+        assert (status, json.loads(data)["error"]["message"]) == (415, "send Content-Type: application/json")
 
 
 def test_the_description_lists_every_path_and_field(stack: Stack) -> None:
@@ -362,12 +361,6 @@ def test_the_description_lists_every_path_and_field(stack: Stack) -> None:
             assert set(method["responses"]) == {"200", "4XX"}
     names = {name for schema in described["components"]["schemas"].values() for name in schema["properties"]}
     assert {"messages", "prompt", "policy", "include_usage"} <= names
-
-
-@pytest.mark.parametrize("kind", ["text/plain", ""])
-def test_a_body_that_is_not_declared_as_json_is_none(stack: Stack, kind: str) -> None:
-    status, _, data = call(stack, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, kind)
-    assert (status, json.loads(data)["error"]["message"]) == (415, "send Content-Type: application/json")
 
 
 NAMES = (

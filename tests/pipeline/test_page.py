@@ -15,7 +15,7 @@ from coppice.client.client import Client
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.stack.launch import Stack
-from orchestrator.http.app import FILES, HEADERS, is_page_served
+from orchestrator.http.server import FILES, HEADERS, is_page_served
 from tests.browser import CHROMIUM, chromium, until, visiting
 from tests.node import node_modules
 from tests.pipeline.conftest import call, parts_of

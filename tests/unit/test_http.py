@@ -8,12 +8,13 @@ import gc
 import json
 import resource
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import structlog
@@ -26,13 +27,12 @@ from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Overloaded
 from coppice.rpc.access import Access
 from coppice.wire.common import TopLogProbs
-from coppice.wire.generation import Chunk, Finished, Origin, Started
+from coppice.wire.generation import Chunk, Finished, Origin, Started, request_to_wire
 from coppice.wire.verifier import TargetDescription
-from orchestrator.http.answering import Answering
-from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
-from orchestrator.http.server import HttpDoor, HttpServer, check_parts
+from orchestrator.http.server import Api, HttpDoor, HttpServer, check_parts, make_app
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.service import GenerationServicer
 from orchestrator.text import TokenBytes
 from orchestrator.tokens import Tokens
 from tests.processes import until
@@ -43,26 +43,25 @@ HALF = Chunk("a", (65,), (Origin.ROOT,), ("a",))
 WHOLE = (STARTED, HALF, Finished("length", 1, 1, [], [], []))
 
 
-class Service:
+class Service(GenerationServicer):
     """A service whose answers are these events; an exception among them is raised, a number waited for."""
 
-    token_bytes = TokenBytes(None)
     ready = True
 
     def __init__(self, *events: Any, flags: Sequence[str] = (), **limits: Any) -> None:
         bounds = [f for name, value in limits.items() for f in (f"--limits.{name}", str(value))]
         self.settings = load_settings([*bounds, *flags])
-        self.target, self.metrics = TARGET, OrchestratorMetrics()
+        self.target, self.metrics, self.token_bytes = TARGET, OrchestratorMetrics(), TokenBytes(None)
         self.events, self.full, self.running = events, False, 0
 
     def check_seats(self) -> None:
         if self.full:
             raise Overloaded("full", 2.5)
 
-    async def encode(self, prompt: Any) -> list[int]:
+    async def encode(self, prompt: Any, bare: bool = False) -> list[int]:
         return [1]
 
-    async def answer(self, message: Any) -> AsyncGenerator[Any, None]:
+    async def _answer(self, message: Any, send: Callable[[Any], None]) -> None:
         self.running += 1
         try:
             for event in self.events:
@@ -71,80 +70,60 @@ class Service:
                 if isinstance(event, float):
                     await asyncio.sleep(event)
                 else:
-                    yield event
+                    send(event)
+                    await asyncio.sleep(0)
         finally:
             self.running -= 1
 
 
-@dataclass
-class Response:
-    """What was answered."""
-
-    status: int
-    headers: dict[str, str]
-    text: str
-
-    @property
-    def error(self) -> tuple[int, str]:
-        """Status and message."""
-        return self.status, json.loads(self.text)["error"]["message"]
-
-
-class Front:
-    """The front of a service, and its clients."""
+class Front(httpx.AsyncClient):
+    """A client of a service's front."""
 
     def __init__(self, service: Service, tokens: Tokens | None = None) -> None:
         access = Access(TlsSettings(), tokens)
-        self.draining, self.answering = asyncio.Event(), Answering(service, access)
-        self.door = HttpDoor(make_app(service, self.answering), service, access, self.draining)
+        self.draining, self.api = asyncio.Event(), Api(service, access)
+        door = HttpDoor(make_app(self.api), service, access, self.draining)
+        json_alone = {"Content-Type": "application/json"}
+        super().__init__(transport=httpx.ASGITransport(door), base_url="http://127.0.0.1", headers=json_alone)
 
-    async def ask(
-        self, method: str, path: str, *parts: dict[str, Any], token: str = "", every_s: float = 0, **more: str
-    ) -> Response:
-        """One call, whose body comes in parts, one `every_s`; behind them nothing comes any more. more: headers"""
-        waiting, sent = iter(parts), []
+    async def complete(self, token: str = "", **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", json={"prompt": "a", **fields}, headers=bearer(token))
 
-        async def receive() -> Any:
-            part = next(waiting, None)
-            await asyncio.sleep(every_s)
-            return part if part is not None else await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
-        headers = [(b"content-type", b"application/json")]
-        headers += [(b"authorization", f"Bearer {token}".encode())] if token else []
-        headers += [(name.encode(), value.encode()) for name, value in more.items()]
-        scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": b""}
-        await self.door({**scope, "headers": headers}, receive, send)
-        told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return Response(sent[0]["status"], told, b"".join(part.get("body", b"") for part in sent).decode())
 
-    async def get(self, path: str, **headers: str) -> Response:
-        return await self.ask("GET", path, {"type": "http.request"}, **headers)
+def error(response: httpx.Response) -> tuple[int, str]:
+    """Status and message."""
+    return response.status_code, response.json()["error"]["message"]
 
-    async def complete(self, token: str = "", **fields: Any) -> Response:
-        body = json.dumps({"prompt": "a", **fields}).encode()
-        return await self.ask("POST", "/v1/completions", {"type": "http.request", "body": body}, token=token)
+
+async def unended(*parts: bytes, every_s: float = 0) -> AsyncIterator[bytes]:
+    """A body in parts, one `every_s`; behind them nothing comes any more."""
+    for part in parts:
+        await asyncio.sleep(every_s)
+        yield part
+    await asyncio.Event().wait()
 
 
 async def test_an_unexpected_error_is_opaque_and_in_the_log() -> None:
     for events in ((RuntimeError("secret"),), (STARTED, HALF, RuntimeError("secret"))):
         front = Front(Service(*events))
         with structlog.testing.capture_logs() as logged:
-            status, message = (await front.complete()).error
+            status, message = error(await front.complete())
             streamed = await front.complete(stream=True)
         assert (status, message) == (500, f"internal error {logged[0]['error_id']}")
         assert "secret" in str(logged[0]["exc_info"])
         assert "secret" not in message + streamed.text
-        assert streamed.status == (500 if len(events) == 1 else 200)
-    *_, error, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    assert (json.loads(error)["error"]["type"], done) == ("server_error", "[DONE]")
+        assert streamed.status_code == (500 if len(events) == 1 else 200)
+    *_, last, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert (json.loads(last)["error"]["type"], done) == ("server_error", "[DONE]")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_ends_with_an_error_at_once_at_the_longest_call_and_when_it_is_cut(stream: bool) -> None:
-    assert (await Front(Service(NotFound("gone"))).complete(stream=stream, n=2)).error == (404, "gone")
+    assert error(await Front(Service(NotFound("gone"))).complete(stream=stream, n=2)) == (404, "gone")
     service = Service(STARTED, HALF, 30.0, call_s=0.1)
     assert "a call ends after 0.1 s" in (await Front(service).complete(stream=stream)).text
     service = Service(STARTED, HALF, 30.0)
@@ -152,20 +131,19 @@ async def test_an_answer_ends_with_an_error_at_once_at_the_longest_call_and_when
     waiting = asyncio.create_task(front.complete(stream=stream, n=2))
     await until(lambda: service.running == 2)
     await asyncio.sleep(0.05)  # the first part has been sent
-    front.answering.cut()
+    front.api.cut()
     response = await waiting
     assert "the server is stopping" in response.text
-    assert response.status == (200 if stream else 503)
+    assert response.status_code == (200 if stream else 503)
     assert service.running == 0
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    begun = {"type": "http.request", "body": b"{", "more_body": True}
     front = Front(Service(*WHOLE, idle_s=0.1))
-    assert (await front.ask("POST", "/v1/completions", begun)).error[0] == 408
-    slowly = await front.ask("POST", "/tokenize", *[begun] * 99, every_s=0.04)
-    assert slowly.error[0] == 408
-    assert int(slowly.error[1].split()[5]) < 9  # bytes: the whole body has that time, not each part of it
+    assert error(await front.post("/v1/completions", content=unended(b"{")))[0] == 408
+    status, message = error(await front.post("/tokenize", content=unended(*[b"{"] * 99, every_s=0.04)))
+    assert status == 408
+    assert int(message.split()[5]) < 9  # bytes: the whole body has that time, not each part of it
 
 
 BIG = (1 << 17) + (1 << 12)
@@ -231,16 +209,18 @@ async def test_on_loopback_pages_of_other_sites_are_refused(
 ) -> None:
     front = Front(Service(*WHOLE, flags=flags))
     headers = {"host": host, **({"origin": origin} if origin is not None else {})}
-    assert (await front.get("/v1/models", **headers)).status == status
-    assert (await front.get("/", **headers)).status == (404 if status == 200 else status)  # as everything else
+    assert (await front.get("/v1/models", headers=headers)).status_code == status
+    assert (await front.get("/", headers=headers)).status_code == (
+        404 if status == 200 else status
+    )  # as everything else
 
 
 async def test_a_server_that_stops_takes_nothing_new() -> None:
     front = Front(Service(*WHOLE))
-    assert (await front.get("/ready")).status == 200
+    assert (await front.get("/ready")).status_code == 200
     front.draining.set()
-    assert (await front.complete()).error == (503, "the server is stopping")
-    codes = [(await front.get(path)).status for path in ("/ready", "/health", "/v1/models")]
+    assert error(await front.complete()) == (503, "the server is stopping")
+    codes = [(await front.get(path)).status_code for path in ("/ready", "/health", "/v1/models")]
     assert codes == [503, 200, 503]
 
 
@@ -248,10 +228,10 @@ async def test_a_full_server_refuses_before_the_body_is_read(monkeypatch: pytest
     service = Service(*WHOLE)
     front, service.full = Front(service), True
     response = await front.complete(nonsense=1)
-    assert response.error == (429, "full")
+    assert error(response) == (429, "full")
     assert response.headers["retry-after"] == "3"
     monkeypatch.setattr("orchestrator.http.server.most_calls", lambda limits: 0)
-    assert (await front.get("/v1/models")).error == (429, "too many requests at once")
+    assert error(await front.get("/v1/models")) == (429, "too many requests at once")
 
 
 @pytest.fixture
@@ -264,20 +244,19 @@ async def test_only_a_token_opens_and_each_choice_is_a_request_of_its_bearer(tok
     front = Front(Service(*WHOLE), tokens)
     refusals = [front.complete("", nonsense=1), front.complete("wrong", nonsense=1), front.get("/v1/models")]
     for response in await asyncio.gather(*refusals):
-        assert response.error == (401, "a valid bearer token is needed")
+        assert error(response) == (401, "a valid bearer token is needed")
         assert response.headers["www-authenticate"] == "Bearer"
-    assert (await front.get("/health")).status == 200
-    assert (await front.complete("right", n=2)).status == 200
+    assert (await front.get("/health")).status_code == 200
+    assert (await front.complete("right", n=2)).status_code == 200
     for stream in (False, True):
-        status, message = (await front.complete("right", n=3, stream=stream)).error
+        status, message = error(await front.complete("right", n=3, stream=stream))
         assert (status, "alice has 2 requests running" in message) == (429, True)
-    assert (await front.complete("right", n=2)).status == 200  # all places are free again
-    begun = {"type": "http.request", "body": b"{", "more_body": True}
-    paths = ("/tokenize", "/detokenize")
-    slow = [asyncio.create_task(front.ask("POST", path, begun, token="right")) for path in paths]
-    await asyncio.sleep(0)
+    assert (await front.complete("right", n=2)).status_code == 200  # all places are free again
+    told, paths = bearer("right"), ("/tokenize", "/detokenize")
+    slow = [asyncio.create_task(front.post(path, content=unended(b"{"), headers=told)) for path in paths]
+    await asyncio.sleep(0.05)
     for path in (*paths, "/v1/completions", "/health"):
-        status, message = (await front.ask("POST", path, begun, token="right")).error
+        status, message = error(await front.post(path, content=unended(b"{"), headers=told))
         assert (status, "alice has 2 requests running" in message) == (429, True)
     for task in slow:
         task.cancel()
@@ -285,15 +264,18 @@ async def test_only_a_token_opens_and_each_choice_is_a_request_of_its_bearer(tok
 
 async def test_no_client_reads_the_names_of_others(tokens: Tokens) -> None:
     front = Front(Service(*WHOLE, flags=("--orchestrator.tokens", "tokens")), tokens)
-    asked = await front.ask("GET", "/metrics", {"type": "http.request"}, token="right")
-    assert asked.error == (404, "it is not served here; /docs lists what is")
+    assert error(await front.get("/metrics", headers=bearer("right"))) == (
+        404,
+        "it is not served here; /docs lists what is",
+    )
     assert "vllm:spec_decode" in (await Front(Service(*WHOLE)).get("/metrics")).text
 
 
 async def test_a_client_that_leaves_several_choices_leaves_no_error() -> None:
-    front, told = Front(Service(STARTED, *[HALF] * 1000)), []
+    told: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    events = front.answering.events([build_request("a")] * 8, {})
+    messages = [request_to_wire(build_request("a"))] * 8
+    events = Service(STARTED, *[HALF] * 1000).answers(messages, contextlib.nullcontext())
     for _ in range(20):
         await anext(events)
     await events.aclose()

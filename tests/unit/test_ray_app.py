@@ -21,7 +21,7 @@ SCALING = AutoscalingConfig(
 )
 
 
-def context(sessions: dict[str, float], replicas: int, now: float = 0.0, state: Any = None) -> AutoscalingContext:
+def context(sessions: dict[str, float], replicas: int) -> AutoscalingContext:
     """What Serve tells a policy when `replicas` run, of which those in `sessions` have said what they hold."""
     return AutoscalingContext(
         deployment_id=None,
@@ -36,10 +36,10 @@ def context(sessions: dict[str, float], replicas: int, now: float = 0.0, state: 
         raw_metrics={},
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=8,
-        policy_state=state or {},
+        policy_state={},
         last_scale_up_time=None,
         last_scale_down_time=None,
-        current_time=now,
+        current_time=0.0,
         config=SCALING,
     )
 

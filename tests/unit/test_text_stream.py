@@ -19,10 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from coppice.wire.common import Fence
 from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
 from coppice.wire.verifier import Verdict, VerifyTimings
-from orchestrator.answer import Output
 from orchestrator.http.answers import HttpAnswer
 from orchestrator.http.bodies import ChatBody, CompletionBody
-from orchestrator.step import Step
+from orchestrator.loop import Output, Step
 from orchestrator.text import TextStream, TokenBytes
 
 CORPUS = [
