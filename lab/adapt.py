@@ -8,6 +8,7 @@ own making: nobody's, and none that a head was trained on.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,9 +16,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, get_args
+from dataclasses import replace
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
 from coppice.client.adapter import AdapterClient, plain
 from coppice.client.client import Client
@@ -26,8 +28,8 @@ from coppice.config.sections import ADAPTED_KINDS, PolicyName
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY, check_range
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.testing.reference import Verdict
+from coppice.stack.spec import StackSpec
+from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
 from lab.measuring import GREEDY, asking, judged
@@ -47,93 +49,41 @@ WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's 
 
 KIND_TURN = 40
 """queries before a stream that turns goes on with another kind of text"""
-WHO = (
-    "a little dog named Rex", "a small girl named Lily", "an old man called Mr. Green", "a happy frog",
-    "a tiny bird named Kiki", "two brothers, Tim and Joe", "a brave knight", "a shy cat", "a boy named Oscar",
-    "a big elephant", "a young pig named Pinky", "a kind queen", "a red fox", "a clever mouse named Pip",
-    "a girl with a blue hat", "a farmer and his horse", "a sleepy bear", "a rabbit named Snow",
-)  # fmt: skip
-WHAT = (
-    "who loved to jump in puddles", "who wanted to find a new friend", "who lost something very important",
-    "who lived by the sea", "who could not sleep at night", "who found a shiny key", "who was afraid of the dark",
-    "who wanted to learn to swim", "who had a secret garden",
-)  # fmt: skip
-OPENINGS = ("Once upon a time, there was {} {}.", "One day, there was {} {}.", "Long ago there lived {} {}.")
-VERBS = (
-    "read", "write", "count", "merge", "find", "remove", "sort", "check", "parse", "join", "split", "update",
-)  # fmt: skip
-NOUNS = (
-    "lines", "values", "names", "items", "words", "files", "keys", "records", "numbers", "nodes", "paths", "options",
-)  # fmt: skip
-SIGNATURES = (
-    'def {0}_{1}({1}, default=None):\n    """{2} the {1} and return the result."""\n',
-    'class {3}{4}:\n    """{2} {1}."""\n\n    def __init__(self, {1}):\n',
-    'import os\nimport sys\n\n\ndef {0}_all_{1}(path, {1}):\n    """{2} all {1} of a file."""\n',
-)
-
-SUMS = (
-    "Question: {0} has {1} {2} and buys {3} more. Then {0} gives away {4}. How many {2} does {0} have now?\nAnswer:",
-    "Question: A box holds {1} {2}. {0} has {3} such boxes and loses {4} {2}. How many {2} are left?\nAnswer:",
-    "Question: {0} sells {1} {2} on Monday and {3} on Tuesday, each for {4} dollars. What does {0} earn?\nAnswer:",
-)
-PEOPLE = ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo")
-GOODS = ("apples", "books", "coins", "eggs", "flowers", "marbles", "pencils", "stamps", "tickets", "cards")
+WORDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("streams.json").read_text("utf-8"))
+"""by kind of text, in the order in which a stream turns, what its prompts are made of"""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamQuery:
-    """One query of a stream."""
+class StreamQuery(NamedTuple):
+    """One query, and which part of the stream it belongs to."""
 
     part: str
-    """which part of the stream it belongs to"""
     prompt: str
 
 
-def stories() -> list[str]:
-    """Openings of children's stories, all different, shuffled."""
-    return _shuffled([opening.format(who, what) for who, what, opening in product(WHO, WHAT, OPENINGS)])
-
-
-def programs() -> list[str]:
-    """Beginnings of Python files, all different, shuffled."""
-    made = [
-        signature.format(verb, noun, verb.capitalize(), noun.capitalize(), verb.capitalize() + "er")
-        for verb, noun, signature in product(VERBS, NOUNS, SIGNATURES)
-    ]
-    return _shuffled(made)
-
-
-def sums() -> list[str]:
-    """Word problems, all different, shuffled."""
-    numbers = random.Random(0)  # noqa: S311
-    made = [
-        text.format(person, numbers.randint(6, 40), goods, numbers.randint(2, 9), numbers.randint(2, 6))
-        for person, goods, text in product(PEOPLE, GOODS, SUMS)
-    ]
-    return _shuffled(made)
+def prompts_of(kind: str) -> list[str]:
+    """Every prompt that a kind's words make, all different, shuffled; the numbers of sums are drawn."""
+    words, prompts, number = WORDS[kind], list[str](), random.Random(0).randint  # noqa: S311
+    for first, second, text in product(words["first"], words["second"], words["texts"]):
+        numbers = {"a": number(6, 40), "b": number(2, 9), "c": number(2, 6)}
+        prompts.append(text.format(first, second, first.capitalize(), second.capitalize(), **numbers))
+    random.Random(0).shuffle(prompts)  # noqa: S311
+    return prompts
 
 
 def turning(count: int) -> list[StreamQuery]:
     """Code, stories and maths in turn, KIND_TURN queries of each; what comes again has other prompts."""
-    sources = {"code": programs(), "stories": stories(), "maths": sums()}
-    names, stream = list(sources), list[StreamQuery]()
-    for at in range(0, count, KIND_TURN):
-        turn, which = divmod(at // KIND_TURN, len(names))
-        prompts = sources[names[which]][turn * KIND_TURN : (turn + 1) * KIND_TURN]
-        stream += [StreamQuery(names[which], prompt) for prompt in prompts]
+    sources, stream = {kind: prompts_of(kind) for kind in WORDS}, list[StreamQuery]()
+    for kind in islice(cycle(sources), -(-count // KIND_TURN)):
+        stream += [StreamQuery(kind, prompt) for prompt in sources[kind][:KIND_TURN]]
+        del sources[kind][:KIND_TURN]
     return stream[:count]
 
 
 def shifted(count: int) -> list[StreamQuery]:
     """Four fifths stories, which a head of code does not know, then code again."""
     first = 4 * count // 5
-    unknown = [StreamQuery("stories", prompt) for prompt in stories()[:first]]
-    return unknown + [StreamQuery("code again", prompt) for prompt in programs()[: count - first]]
-
-
-def _shuffled(prompts: list[str]) -> list[str]:
-    random.Random(0).shuffle(prompts)  # noqa: S311
-    return prompts
+    unknown = [StreamQuery("stories", prompt) for prompt in prompts_of("stories")[:first]]
+    return unknown + [StreamQuery("code again", prompt) for prompt in prompts_of("code")[: count - first]]
 
 
 STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
@@ -142,11 +92,11 @@ STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "tur
 class Lane:
     """A policy's stack, which can be held still."""
 
+    status: pb.HeadStatus | None = None
+    """what the adapter did, once the lane was served"""
+
     def __init__(self, name: str, spec: StackSpec) -> None:
-        self.name, self.spec = name, spec
-        self.answers: list[Completion] = []
-        self.status: pb.HeadStatus | None = None
-        """what the adapter did, once the lane was served"""
+        self.name, self.spec, self.answers = name, spec, list[Completion]()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -154,28 +104,25 @@ class Lane:
 
         Raises what the stack's end raises.
         """
-        self._stack = Stack(self.spec)
-        with self._stack as stack, Client(stack.address) as self.client:
+        with Stack(self.spec) as self.stack, Client(self.stack.address) as self.client:
+            with self.running():  # a plain request: an adapter hears nothing of it
+                self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
             try:
-                with self.running():  # a plain request: an adapter hears nothing of it
-                    self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
                 yield
             finally:
                 self.send(signal.SIGCONT)
-            if "adapter" in stack.services:
+            if "adapter" in self.stack.services:
                 time.sleep(WAKE_S)
-                with AdapterClient(stack.services["adapter"].address) as adapter:
+                with AdapterClient(self.stack.services["adapter"].address) as adapter:
                     self.status = adapter.status(history=MAX_HISTORY)[0]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let it run meanwhile."""
+        """Let it run meanwhile; what breaks it off leaves it running, to be stopped."""
         self.send(signal.SIGCONT)
         time.sleep(WAKE_S)
-        try:
-            yield
-        finally:
-            self.send(signal.SIGSTOP)
+        yield
+        self.send(signal.SIGSTOP)
 
     def answer(self, prompts: Sequence[str]) -> None:
         """Run, and add the answers to some prompts.
@@ -188,31 +135,28 @@ class Lane:
 
     def send(self, number: signal.Signals) -> None:
         """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""
-        for pid in self._stack.pids:
+        for pid in self.stack.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
 def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]]:
     """The stack that all lanes are variants of, the lanes, and what they are asked. Raises InvalidField."""
-    known_policies = (NEVER, *get_args(PolicyName))
-    policies = options.methods or [NEVER, *(name for name in get_args(PolicyName) if name != BANDIT), BANDIT]
-    for option, given, known in (("what", [options.what], tuple(STREAMS)), ("methods", policies, known_policies)):
-        if unknown := [name for name in given if name not in known]:
-            raise InvalidField(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
-    head, most = HeadSpec.parse(options.head), 2 * len(programs())
-    if head.kind not in ADAPTED_KINDS:
-        raise InvalidField("head", f"{head.kind} heads are not adapted; those are: {', '.join(ADAPTED_KINDS)}")
-    check_range("n", options.n, 3, most)  # so many different prompts there are
+    known = (NEVER, *get_args(PolicyName))
+    policies = options.methods or (known if options.what == "shift" else (NEVER, BANDIT))
+    if unknown := [policy for policy in policies if policy not in known]:
+        raise InvalidField("methods", f"{unknown[0]!r} is not one of {', '.join(known)}")
+    check_range("n", options.n, 3, 2 * len(prompts_of("code")))  # so many different prompts there are
     base = replace(replace(options, heads=[options.head]).spec(), budget=BUDGET)
-    compared = policies if options.what == "shift" or options.methods else [NEVER, BANDIT]
-    return base, [Lane(policy, spec_for(policy, head, base)) for policy in compared], STREAMS[options.what](options.n)
+    if (kind := base.heads[0].kind) not in ADAPTED_KINDS:
+        raise InvalidField("head", f"{kind} heads are not adapted; those are: {', '.join(ADAPTED_KINDS)}")
+    return base, [Lane(policy, spec_for(policy, base)) for policy in policies], STREAMS[options.what](options.n)
 
 
-def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
-    """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
+def spec_for(policy: str, base: StackSpec) -> StackSpec:
+    """A stack that adapts its one head by a policy. `never` has no adapter and sends no signals."""
     extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
-    return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
+    return replace(base, policy=f"single:{base.heads[0].name}", adapt=policy != NEVER, extra=extra)
 
 
 def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
@@ -229,7 +173,7 @@ def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
                 progress.add(len(prompts))
 
 
-def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Any, report: Report) -> None:
+def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference, report: Report) -> None:
     """Add a row for each lane, their table and checks to the report.
 
     The first lane's answers are re-scored, the others' compared with them first.
@@ -243,7 +187,6 @@ def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
     report.add_table(title, map(adapt_line, report.rows), {"training s": ".0f"})
     report.checks += exactness_checks(report.rows, report.dtype, NEW_TOKENS)
-    report.figures = {"interval": INTERVAL, "stream": [query.part for query in stream]}
 
 
 def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verdict]) -> Row:
@@ -268,8 +211,6 @@ def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verd
         "reverts": status.reverts if status else 0,
         "train_s": sum(len(took) * statistics.median(took) for took in seconds if took),
         "parts": parts,
-        "query_tau": [answer.tau for answer in answers],
-        "query_tokens_per_s": [answer.tokens_per_s for answer in answers],
         "changes": changes,
     }
 

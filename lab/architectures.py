@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
+import signal
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 
 from coppice.engine.attention import one_line
 from coppice.engine.engine import Engine
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import CoppiceError
+from coppice.speculation.tree import DraftTree
 from coppice.testing.tiny_models import NotTiny, model_types, save_tiny, variants
+from lab.report import table as as_table
 
 EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed", "not made"
 _PROMPT, _NEW = 30, 24
 _ROUNDING = 2e-4  # share of the logits' spread by which the best of a row may be missed
-_LIMIT_S = 180.0
+_LIMIT_S = 180
 COLUMNS = ("class", "verdict", "models", "why")
 
 
@@ -53,10 +57,8 @@ def architectures(console: Console, table: Path | None = None, kinds: Iterable[s
         line = f"{number}/{len(tried)} {kind} {variant}: {finding.verdict} {finding.reason}"
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     rows = [(name, verdict, ", ".join(its), reason) for (name, verdict, reason), its in models.items()]
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    lines = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    console.print(as_table("", lines), soft_wrap=True, highlight=False, markup=False)
     classes = Counter(verdict for _, verdict in {(name, verdict) for name, verdict, _ in models})
     summary = ", ".join(f"{count} {verdict} ({classes[verdict]} classes)" for verdict, count in counts.items())
     console.print(summary, highlight=False)
@@ -68,28 +70,19 @@ def architectures(console: Console, table: Path | None = None, kinds: Iterable[s
 
 def try_one(kind: str, variant: str) -> Finding:
     """Make a tiny model and serve it, in a process of its own: what ends that ends nothing else."""
-    here, there = multiprocessing.Pipe(duplex=False)
     # The server of forks has one thread and knows torch, whose import takes longer than a tiny model.
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([__name__])
-    child = forks.Process(target=examine, args=(kind, variant, there), daemon=True)
-    child.start()
-    there.close()
-    name = model_types()[kind]
-    try:
-        if not here.poll(_LIMIT_S):
-            return Finding(name, FAILED, f"not done after {_LIMIT_S:.0f} s")
-        return Finding(*here.recv())
-    except EOFError:
-        child.join()
-        return Finding(name, FAILED, f"the process ended with {child.exitcode}")
-    finally:
-        child.kill()
-        child.join()
+    with ProcessPoolExecutor(1, forks) as pool:
+        try:
+            return pool.submit(examine, kind, variant).result()
+        except BrokenProcessPool:
+            return Finding(model_types()[kind], FAILED, f"the process crashed, or was not done after {_LIMIT_S} s")
 
 
-def examine(kind: str, variant: str, answer: Connection) -> None:
-    """Make a tiny model, serve it and send what became of it: what the forked process does."""
+def examine(kind: str, variant: str) -> Finding:
+    """Make a tiny model and serve it, in at most _LIMIT_S: what the forked process does."""
+    signal.alarm(_LIMIT_S)  # which ends the process
     torch.set_num_threads(1)
     logging: Any = transformers.logging
     logging.set_verbosity_error()
@@ -98,14 +91,13 @@ def examine(kind: str, variant: str, answer: Connection) -> None:
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
         try:
             name = save_tiny(kind, variant, Path(folder))
-            verdict, reason = _serve(Path(folder))
+            return Finding(name, *_serve(Path(folder)))
         except NotTiny as error:
-            verdict, reason = NOT_MADE, str(error)
+            return Finding(name, NOT_MADE, str(error))
         except CoppiceError as error:
-            verdict, reason = REFUSED, str(error).replace(folder, "the folder")
+            return Finding(name, REFUSED, str(error).replace(folder, "the folder"))
         except Exception as error:
-            verdict, reason = FAILED, one_line(error)
-    answer.send((name, verdict, reason))
+            return Finding(name, FAILED, one_line(error))
 
 
 def _serve(folder: Path) -> tuple[str, str]:
@@ -137,17 +129,15 @@ def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:
     while len(ids) < len(guess):
         # Below the root: two wrong children, of whom the second has a child, then the guessed path.
         ahead = guess[len(ids) : len(ids) + 3]
-        tokens = [ids[-1], 5, 6, 7, *ahead]
-        parents = [-1, 0, 0, 2, *([0, 4, 5][: len(ahead)])]
-        depths = [0, 1, 1, 2, *range(1, len(ahead) + 1)]
-        base = len(prompt) + len(ids) - 1
-        engine.pool.extend(table, base + len(tokens))
-        best = engine.forward(pack([Piece(table, base, tokens, parents, depths, range(len(tokens)))])).logits.argmax(-1)
-        path = [0]
-        while children := [
-            row for row, parent in enumerate(parents) if parent == path[-1] and tokens[row] == int(best[path[-1]])
-        ]:
-            path.append(children[-1])
+        tokens, parents = [5, 6, 7, *ahead], [0, 0, 2, *[0, 4, 5][: len(ahead)]]
+        tree = DraftTree(np.array(tokens), np.array(parents), np.zeros(len(tokens), np.float32))
+        base, above = len(prompt) + len(ids) - 1, [-1, *parents]
+        engine.pool.extend(table, base + len(above))
+        piece = Piece(table, base, [ids[-1], *tokens], above, tree.depths().tolist(), range(len(above)))
+        best: list[int] = engine.forward(pack([piece])).logits.argmax(-1).tolist()
+        path, children = [0], tree.children()
+        while onward := [node for node in children[path[-1]] if tokens[node - 1] == best[path[-1]]]:
+            path.append(onward[-1])
         engine.pool.compact([(table, base, path)])
-        ids += [*(tokens[row] for row in path[1:]), int(best[path[-1]])]
+        ids += [best[node] for node in path]
     return ids[: len(guess)]

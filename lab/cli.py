@@ -1,23 +1,33 @@
 """`coppice bench` and `coppice demo`. A command starts a stack of its own and prints tables; a failed check exits 1.
 
-A command imports what measures when it is called: --help is to be quick.
+What needs torch is imported by the command that needs it: --help is to be quick.
 """
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
 from coppice.errors import InvalidField
-from lab.measuring import Bench, ReferenceProcess, measuring, reporting, running
-from lab.options import ASKED, Options, command, numbers, read_methods
+from coppice.limits import MAX_TREE_NODES, Limits
+from lab.adapt import lanes_of, report_lanes, run_lanes
+from lab.demo import demo as run_demo
+from lab.identity import SPARE, questions, run_identity, two_of_each
+from lab.measuring import Bench, measuring, reference_of, reporting, running
+from lab.options import ASKED, Options, command, read_methods
+from lab.questions import prompt_ids, read_questions
+from lab.run import Cell, methods_of, run_exact, run_methods
+from lab.services.asleep import Asleep
+from lab.services.measure import ASLEEP, run_services, spec_of
+from lab.steps import account, run_steps, traced
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
@@ -36,11 +46,7 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
-    from rich.console import Console
-
-    from lab.demo import demo as run
-
-    run(Console(), json_file, target, head)
+    run_demo(Console(), json_file, target, head)
 
 
 @app.command()
@@ -48,8 +54,6 @@ def architectures(
     table: Annotated[Path | None, file("--table", "Write the rows to this CSV file.")] = None,
 ) -> None:
     """Try a tiny random model of every causal LM class: which does the engine serve?"""
-    from rich.console import Console
-
     from lab.architectures import architectures as try_all
 
     raise typer.Exit(0 if try_all(Console(), table) else 1)
@@ -58,12 +62,9 @@ def architectures(
 @command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)
 def exact(options: Options) -> None:
     """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
-    from lab.questions import prompt_ids
-    from lab.run import run_exact
-
     spec = options.spec()
-    methods, budgets = read_methods(options.methods, spec.heads), options.budgets_asked()
-    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    methods, budgets = read_methods(options.methods, spec.heads), options.numbers("budgets", int, 0, MAX_TREE_NODES)
+    temperatures, asked = options.numbers("temperatures", float, 0), prompt_ids(options, spec)
     with measuring("bench exact", spec, options) as bench:
         run_exact(bench, asked, methods, budgets, temperatures)
 
@@ -71,9 +72,6 @@ def exact(options: Options) -> None:
 @command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
-    from lab.identity import SPARE, questions, run_identity, two_of_each
-    from lab.questions import prompt_ids
-
     spec = two_of_each(replace(options, dtype=options.dtype or "float32").spec())
     methods, count = read_methods(options.methods, spec.heads)[1:], -(-options.ids // options.max_new_tokens)
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
@@ -84,14 +82,11 @@ def identity(options: Options) -> None:
 @command(app, *ASKED, "methods", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
     """The split's own cost a step at one session, and where each part of a step's time goes."""
-    from lab.questions import prompt_ids
-    from lab.steps import account, run_steps, traced
-
     spec = options.spec()
     methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
     with tempfile.TemporaryDirectory() as folder, reporting("bench steps", spec, options) as report:
         with running(traced(spec, Path(folder)), report) as stack, Client(stack.address) as client:
-            run_steps(Bench(stack, client, report, options, ReferenceProcess(spec)), asked, methods)
+            run_steps(Bench(stack, client, report, options), asked, methods)
         account(report, Path(folder), methods)
 
 
@@ -101,12 +96,8 @@ def services(options: Options) -> None:
 
     The target's vocabulary and features are an 8B one's. One answer a session, and at least --n of them.
     """
-    from coppice.limits import Limits
-    from lab.services.asleep import Asleep
-    from lab.services.measure import ASLEEP, run_services, spec_of
-
-    sessions = numbers("sessions", options.sessions, int, 1, Limits().sessions)
-    temperatures = options.temperatures_asked(most=1)
+    sessions = options.numbers("sessions", int, 1, Limits().sessions)
+    temperatures = options.numbers("temperatures", float, 0, 1)
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
         asleep = Asleep(options.t_m, options.t_d)
         spec = spec_of(asleep, Path(folder), sessions, options.max_new_tokens)
@@ -134,17 +125,14 @@ def run(options: Options) -> None:
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
     tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
     """
-    from lab.questions import read_questions
-    from lab.run import Cell, methods_of, run_methods
-
-    spec = options.spec(options.shipped_heads())
-    sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
-    methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
-    budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
+    spec = options.spec()
+    sessions = options.numbers("sessions", int, 1, spec.settings().limits.sessions)
+    methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.numbers("temperatures", float, 0)
+    options = replace(options, budgets=options.budgets or str(spec.settings().orchestrator.budget))
+    budgets = options.numbers("budgets", int, 0, MAX_TREE_NODES)
     asked, warm_up = read_questions(options, spec)
-    cells = [Cell(*each) for each in product(temperatures, budgets, sessions)]
     with measuring("bench run", spec, options) as bench:
-        run_methods(bench, methods, cells, asked, warm_up)
+        run_methods(bench, methods, list(starmap(Cell, product(temperatures, budgets, sessions))), asked, warm_up)
 
 
 @command(app, "what", "target", "head", "methods", "dtype", n=300)
@@ -153,20 +141,16 @@ def adapt(options: Options) -> None:
 
     Methods are policies of adaptation: never, paper, always, full-only, head-only and bandit.
     """
-    from lab.adapt import lanes_of, report_lanes, run_lanes
-
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
         run_lanes(lanes, stream)
-        with ReferenceProcess(base) as reference:
-            report_lanes(lanes, stream, reference, report)
+        report_lanes(lanes, stream, reference_of(base), report)
 
 
 @command(paper, "target", "heads", "prompts", "category", "chat", "budget", n=12, max_new_tokens=96)
 def rank(options: Options) -> None:
     """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
     from lab.paper.rank import run_rank
-    from lab.questions import prompt_ids
 
     spec = replace(options, dtype="float32").spec(["specblock-code"])
     if not (heads := tuple(head for head in spec.heads if head.kind == "specblock")):
@@ -185,8 +169,8 @@ def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
     from lab.synthetic import planning, run_synthetic
 
-    with planning("bench synthetic", options) as (plan, report):
-        run_synthetic(plan, report)
+    with planning("bench synthetic", options) as plan:
+        run_synthetic(plan)
 
 
 @command(app, *SHAPED, shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
@@ -197,5 +181,5 @@ def gpu(options: Options) -> None:
     """
     from lab.synthetic import planning, run_gpu
 
-    with planning("bench gpu", options) as (plan, report):
-        run_gpu(plan, report)
+    with planning("bench gpu", options) as plan:
+        run_gpu(plan)

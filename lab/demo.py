@@ -26,7 +26,7 @@ from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.redis_server import find_server
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
-from lab.measuring import GREEDY, Ask, ReferenceProcess, asking, clean_check, judged, timed
+from lab.measuring import GREEDY, Ask, asking, clean_check, judged, reference_of, timed
 from lab.report import HF_GENERATE, Report, make_row
 
 NEW_TOKENS = 64
@@ -58,14 +58,14 @@ def demo(
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
-    with Stack(spec) as stack, Client(stack.address) as client, ReferenceProcess(spec) as reference:
+    with Stack(spec) as stack, Client(stack.address) as client:
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
         ready = stack.services.get(ADAPTER)
         with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
             if adapter:
                 adapter.pause()  # policies are compared on the same weights
-            report = _compare(stack, client, prompts, reference)
+            report = _compare(stack, client, prompts)
             if adapter:
                 heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
                 console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
@@ -93,9 +93,10 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     return completion
 
 
-def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: ReferenceProcess) -> Report:
+def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
     Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
+    reference = reference_of(stack.spec)
     report = Report.of("demo", stack.spec)
     asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
     methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product, starmap
 from typing import Any
@@ -29,6 +29,7 @@ from coppice.machine import usable_cores
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
+from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
 from lab.measuring import Bench, Ids, running
 from lab.report import Check
@@ -127,7 +128,7 @@ def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], hap
     return line | {"compared": 0, "difference": ""}
 
 
-def drawn_by(reference: Any, question: Question, ids: Ids | str) -> Ids | None:
+def drawn_by(reference: Reference, question: Question, ids: Ids | str) -> Ids | None:
     """What transformers draws along an answer; None where rounding may decide a token of it."""
     drawn, margin = ([], MARGIN) if isinstance(ids, str) else reference.redraw(question[0], ids, question[1])
     return tuple(drawn) if margin >= MARGIN else None
@@ -156,22 +157,22 @@ async def ask(
 @asynccontextmanager
 async def meanwhile(stack: Stack, during: str) -> AsyncIterator[Callable[[], int]]:
     """Kills or weight syncs or both as long as this is open; gives how often each has happened at least."""
-    counts = list[Callable[[], int]]()
     done, killed = asyncio.Event(), list[str]()
-    async with AsyncExitStack() as close:
-        if SYNCS in during:
-            adapter = close.enter_context(AdapterClient(stack.services["adapter"].address))
-            counts.append(lambda: sum(head.version for head in adapter.status()))
-        if KILLS in during:
-            counts.append(lambda: len(killed))
-            killing = asyncio.create_task(_kill(stack, done, killed))
+    killing = asyncio.create_task(_kill(stack, done, killed)) if KILLS in during else None
+    with AdapterClient(stack.services["adapter"].address) if SYNCS in during else nullcontext() as adapter:
 
-            async def end() -> None:
-                done.set()
+        def happened() -> int:
+            counts = [len(killed)] if killing else []
+            if adapter:
+                counts.append(sum(head.version for head in adapter.status()))
+            return min(counts, default=0)
+
+        try:
+            yield happened
+        finally:
+            done.set()
+            if killing:
                 await killing
-
-            close.push_async_callback(end)
-        yield lambda: min((count() for count in counts), default=0)
 
 
 async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:

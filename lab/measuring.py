@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from coppice.client.client import Client
 from coppice.client.completion import Completion
-from coppice.errors import Unavailable
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
+from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
 from lab.options import Options
 from lab.report import Check, Report
 
-if TYPE_CHECKING:
-    from coppice.testing.reference import Verdict
-
-GRACE_S = 5.0
 K = TypeVar("K")
 Ids = tuple[int, ...]
 Asked = Sequence[tuple[Ids, SamplingParams]]
@@ -47,8 +39,17 @@ class Bench:
     client: Client
     report: Report
     options: Options
-    reference: Any
-    """plain transformers on the stack's target: a Reference, or a ReferenceProcess"""
+
+    @cached_property
+    def reference(self) -> Reference:
+        """Plain transformers on the stack's target, loaded when it is first asked."""
+        return reference_of(self.stack.spec)
+
+
+def reference_of(spec: StackSpec) -> Reference:
+    """Plain transformers on a stack's target, run in this process as its verifier runs it."""
+    verifier = spec.settings().verifier
+    return Reference(spec.target, verifier.dtype, verifier.device, verifier.threads)
 
 
 @contextmanager
@@ -57,8 +58,7 @@ def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[
     with reporting(command, spec, options) as report, ExitStack() as ended:
         with Console().status("starting the services"):
             stack = ended.enter_context(running(spec, report, modules))
-        client = ended.enter_context(Client(stack.address))
-        yield Bench(stack, client, report, options, ended.enter_context(ReferenceProcess(spec)))
+        yield Bench(stack, ended.enter_context(Client(stack.address)), report, options)
 
 
 @contextmanager
@@ -131,13 +131,12 @@ def timed(ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress) -> 
 
 
 def judged(
-    reference: Any,
+    reference: Reference,
     asked: Asked,
     answers: Mapping[K, Sequence[Completion]],
     own: Sequence[Ids] | None = None,
-    free: Container[K] = (),
 ) -> dict[K, list[Verdict]]:
-    """A verdict on every answer of every way, but for ways in `free`, which need not say what the others say.
+    """A verdict on every answer of every way.
 
     Answers are compared with `own`, transformers' own; without these with the first way's, and those are re-scored.
     """
@@ -148,66 +147,5 @@ def judged(
             reference.judge(prompt, answer.ids, sampling, None if own is None and way == first else ids)
             for (prompt, sampling), answer, ids in zip(asked, its, expected, strict=True)
         ]
-        if way not in free
-        else []
         for way, its in answers.items()
     }
-
-
-class ReferenceProcess:
-    """The methods of a Reference on a stack's target, run as its verifier runs it, in a child process: `generate` is
-    timed beside the services.
-
-    A context manager. The child starts with the first call and ends with whoever asks.
-    """
-
-    def __init__(self, spec: StackSpec) -> None:
-        from coppice.testing.reference import TargetText
-
-        verifier = spec.settings().verifier
-        self.text = TargetText(spec.target)
-        self._arguments = (spec.target, verifier.dtype, verifier.device, verifier.threads)
-        self._pipe: Connection | None = None
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return partial(self._ask, method)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._process.join(GRACE_S)
-            self._process.kill()
-            self._process.join()
-            self._pipe = None
-
-    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What a method of the Reference gives. Raises Unavailable if the process ends; the next call starts one."""
-        if self._pipe is None:
-            self._pipe, there = multiprocessing.Pipe()
-            spawning = multiprocessing.get_context("spawn")
-            self._process = spawning.Process(target=_serve, args=(there, *self._arguments), daemon=True)
-            self._process.start()
-            there.close()
-        try:
-            self._pipe.send((method, arguments, options))
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            self.__exit__()
-            raise Unavailable(f"the process of transformers ended with {self._process.exitcode}") from None
-
-
-def _serve(pipe: Connection, target: Path, dtype: str, device: str, threads: int) -> None:
-    """Do what is asked until the other end is closed."""
-    from coppice.testing.reference import Reference
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks
-    reference = Reference(target, dtype, device, threads)
-    with suppress(EOFError, OSError):
-        while True:
-            method, arguments, options = pipe.recv()
-            pipe.send(getattr(reference, method)(*arguments, **options))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 from typer import Option
 
-from coppice.commands.options import Heads, JsonFile, names, split
+from coppice.commands.options import Heads, JsonFile, names, split, stack_spec
 from coppice.errors import InvalidField
-
-if TYPE_CHECKING:
-    from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.limits import check_range
+from coppice.speculation.policy import POLICIES, Policy
+from coppice.stack.spec import SHIPPED_HEADS, HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
 ASKED = ("target", "heads", "prompts", "category", "chat", "dtype")
@@ -54,7 +55,7 @@ class Options:
     t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
     what: Annotated[
-        str,
+        Literal["shift", "turns"],
         Option(help="shift: stories, then code again; turns: code, stories and maths, again and again."),
     ] = "shift"
     shape: Annotated[
@@ -77,29 +78,24 @@ class Options:
     def spec(self, default: Sequence[str] = ()) -> StackSpec:
         """The stack that the options describe; unusable ones are a usage error that names the option.
 
-        `default`: heads beside the demo's target, none for the demo's own.
+        Beside the demo's target are, unless heads are named, the shipped ones that methods name, else `default`, else
+        the demo's own.
         """
-        from coppice.commands.options import stack_spec
-
-        heads = self.heads or (list(default) if self.target is None else None)
+        named = {head for method in self.methods or () for head in re.split("[:/]", method)}
+        shipped = [head for head in SHIPPED_HEADS if head in named] or list(default)
+        heads = self.heads or (shipped if self.target is None else None)
         return stack_spec(self.target, heads, dtype=self.dtype, port=0)
 
-    def shipped_heads(self) -> list[str]:
-        """The shipped heads that methods name."""
-        from coppice.stack.spec import SHIPPED_HEADS
-
-        named = {head for method in self.methods or () for head in re.split("[:/]", method)}
-        return [head for head in SHIPPED_HEADS if head in named]
-
-    def temperatures_asked(self, most: float = float("inf")) -> tuple[float, ...]:
-        """The temperatures. Raises InvalidField."""
-        return numbers("temperatures", self.temperatures, float, 0, most)
-
-    def budgets_asked(self) -> tuple[int, ...]:
-        """The budgets. Raises InvalidField."""
-        from coppice.limits import MAX_TREE_NODES
-
-        return numbers("budgets", self.budgets, int, 0, MAX_TREE_NODES)
+    def numbers(self, option: str, kind: type[T], low: float, high: float = math.inf) -> tuple[T, ...]:
+        """The numbers of an option that takes several, with commas between. Raises InvalidField, which names it."""
+        text = getattr(self, option)
+        try:
+            values = tuple(map(kind, text.split(",")))
+        except ValueError:
+            raise InvalidField(option, f"{text!r} is not a list of numbers") from None
+        for number in values:
+            check_range(option, number, low, high)
+        return values
 
 
 def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callable[[Options], None]], None]:
@@ -125,19 +121,6 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
     return register
 
 
-def numbers(option: str, text: str, kind: type[T], low: float, high: float) -> tuple[T, ...]:
-    """The numbers of an option that takes several, with commas between. Raises InvalidField, which names the option."""
-    from coppice.limits import check_range
-
-    try:
-        values = tuple(kind(part) for part in text.split(","))
-        for number in values:
-            check_range(option, number, low, high)
-    except ValueError:
-        raise InvalidField(option, f"{text!r} is not a list of numbers") from None
-    return values
-
-
 def read_methods(
     requested: Sequence[str] | None, heads: Sequence[HeadSpec], others: Sequence[str] = ()
 ) -> tuple[str, ...]:
@@ -145,8 +128,6 @@ def read_methods(
 
     Without any all policies. `others`: what may be wanted too. Raises InvalidField, before anything is started.
     """
-    from coppice.speculation.policy import POLICIES, Policy
-
     names = [head.name for head in heads]
     methods = ["plain"]
     for text in requested or (*names, *(POLICIES[1:] if names else ())):

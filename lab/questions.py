@@ -54,21 +54,20 @@ def read_questions(options: Options, spec: StackSpec) -> tuple[list[Question], l
     if options.chat and not text.has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
     asked, warming = list[Question](), list[Question]()
-    names = benchmark_names(options.prompts) if options.prompts else ["prompts"]
+    names, count = benchmark_names(options.prompts) if options.prompts else ["prompts"], options.n + options.warm_up
     for file, name in zip(options.prompts or (None,), names, strict=True):
         fit: list[Question] = []
         for question in _questions(file, name, options, text):
-            if len(fit) == options.n + options.warm_up:
+            if len(fit) == count:
                 break
             if (tokens := question.longest(options.max_new_tokens)) <= context.tokens:
                 fit.append(question)
             else:
                 print(f"coppice: left out, {question.name}: {tokens} tokens of {context}", file=sys.stderr)
-        if len(fit) < max(options.n * bool(options.warm_up), 1) + options.warm_up:
-            wanted = f"{options.n} and {options.warm_up} to warm up with" if options.warm_up else "any"
-            raise InvalidField(
-                "prompts", f"{len(fit)} in {name} fit the category and the context, too few for {wanted}"
-            )
+        if len(fit) < (count if options.warm_up else 1):
+            needed = f"{options.n} and {options.warm_up} to warm up with" if options.warm_up else "any"
+            reason = f"{len(fit)} in {name} fit the category and the context, too few for {needed}"
+            raise InvalidField("prompts", reason)
         asked += fit[: options.n]
         warming += fit[options.n :]
     return asked, warming

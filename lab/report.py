@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import typer
 from rich.console import Console
@@ -17,10 +17,8 @@ from rich.console import Console
 from coppice import __version__
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
-
-if TYPE_CHECKING:
-    from coppice.stack.spec import StackSpec
-    from coppice.testing.reference import Verdict
+from coppice.stack.spec import StackSpec
+from coppice.testing.reference import Verdict
 
 HF_GENERATE = "hf-generate"
 Row = dict[str, Any]
@@ -204,7 +202,6 @@ def make_row(
         "draft_share": sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
         "verified_nodes": sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
         "late_drafts": sum(answer.late_drafts for answer in completions),
-        "repeat_share": sum(repeat_share(answer.ids) for answer in completions) / len(completions),
         "identical": counts["identical"],
         "ties": counts["tie"],
         "wrong": counts["wrong"],
@@ -230,12 +227,6 @@ def exactness_checks(rows: Sequence[Row], dtype: str, tokens_each: int) -> list[
     return checks
 
 
-def repeat_share(ids: Sequence[int]) -> float:
-    """Share of the 4-grams that occurred before."""
-    grams = [tuple(ids[at : at + 4]) for at in range(len(ids) - 3)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
 def commit() -> str:
     """The checkout's commit, with "-dirty" behind it when files differ; empty outside one."""
     root, git = Path(__file__).resolve().parents[1], shutil.which("git")
@@ -248,8 +239,8 @@ def commit() -> str:
 def machine_line(device: str) -> str:
     """The machine, and the accelerator if one is used."""
     line = this_machine().describe()
-    if not device.startswith("cuda"):
-        return line
-    import torch
+    if device.startswith("cuda"):
+        import torch
 
-    return f"{line}, {torch.cuda.get_device_name(device)}"
+        line += f", {torch.cuda.get_device_name(device)}"
+    return line

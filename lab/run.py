@@ -21,7 +21,7 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import EPS, Verdict
+from coppice.testing.reference import EPS, Reference, Verdict
 from coppice.training.progress import Progress
 from lab.measuring import Ask, Bench, Ids, asking, in_turn, judged
 from lab.options import read_methods
@@ -140,33 +140,28 @@ class Pairs:
         reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
         return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
 
-    def row(self, method: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-        """A method's line of `--json` (docs/protocol.md)."""
+    def row(self, method: str, verdicts: Sequence[Verdict]) -> Row:
+        """A method's line of `--json` (lab/BOOK.md)."""
         answers, cell = self.answers[method], self.cell
-        step = {} if method in PEERS else costs(method, answers)
         ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
-        ratio = self.ratio(method, "plain")
+        figures = {name: some.figures(method) for name, some in self.sets().items()}
+        ratio: Ratio | None = figures[ALL]["over_plain"]
         return make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions) | {
             "speedup": ratio.value if ratio else 0.0,
             "temperature": cell.temperature,
             "cell_budget": cell.budget,
-            "figures": {name: some._figures(method) for name, some in self.sets().items()},
+            "figures": figures,
             "accepted": self.accepted(method),
-            "parts_ms": parts_of(step) if step else {},
+            "parts_ms": {} if method in PEERS else parts_of(costs(method, answers)),
             "ttft_ms": ttft_ms,
             "answer_ms": ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
         }
 
-    def _figures(self, method: str) -> dict[str, Any]:
+    def figures(self, method: str) -> Row:
+        """What is said of a set of answers."""
         row = make_row(method, self.answers[method], [], 0, self.cell.sessions)
-        return {
-            "answers": row["prompts"],
-            "tau": row["tau"],
-            "tokens_per_s": row["tokens_per_s"],
-            "over_plain": self.ratio(method, "plain"),
-            "over_hf": self.ratio(method, HF_GENERATE),
-            "draft_share": row["draft_share"],
-        }
+        own = {name: row[name] for name in ("prompts", "tau", "tokens_per_s", "draft_share")}
+        return own | {"over_plain": self.ratio(method, "plain"), "over_hf": self.ratio(method, HF_GENERATE)}
 
 
 def run_methods(
@@ -190,7 +185,7 @@ def run_methods(
         with Progress("answers", sum(map(len, ways)) * turns) as progress:
             for cell, names in zip(cells, ways, strict=True):
                 pairs, verdicts = measure(bench, cell, names, questions, warm_up, progress)
-                rows += [pairs.row(method, verdicts[method]) for method in names]
+                rows += [pairs.row(method, verdicts.get(method, ())) for method in names]
     finally:  # a later failure takes away nothing that was measured
         report.rows += rows
         add_tables(report, rows)
@@ -231,18 +226,15 @@ def measure(
         for method in methods:
             answers[method] += answered[method]
     progress.say(f"{cell}: judging")
-    own = None
-    if cell.temperature == 0 and HF_GENERATE in answers:
-        own = [answer.ids for answer in answers[HF_GENERATE]]
-    elif cell.temperature == 0:
-        greedy = {ids: bench.reference.greedy(ids, new_tokens).ids for ids in dict.fromkeys(ids for ids, _ in asked)}
-        own = [greedy[ids] for ids, _ in asked]
-    free = (HF_GENERATE,) if own else PEERS  # sampled answers of peers have other draws
-    return Pairs(cell, answers, reached), judged(bench.reference, asked, answers, own, free)
+    greedy = cell.temperature == 0 and HF_GENERATE in answers
+    own = [answer.ids for answer in answers[HF_GENERATE]] if greedy else None
+    free = (HF_GENERATE,) if cell.temperature == 0 else PEERS  # sampled answers of peers have other draws
+    ours = {method: its for method, its in answers.items() if method not in free}
+    return Pairs(cell, answers, reached), judged(bench.reference, asked, ours, own)
 
 
 def peer(
-    reference: Any,
+    reference: Reference,
     name: str,
     assistant: Path | None,
     prompts: Sequence[Ids],
@@ -258,8 +250,7 @@ def peer(
         answers = ask(settings, prompts, sampling)
         return sum(sum(answer.accept_lengths) for answer in answers) / sum(answer.decode_s for answer in answers)
 
-    choices = DRAFTING[name]
-    return partial(ask, choices[0] if len(choices) == 1 else max(choices, key=tokens_per_s))
+    return partial(ask, max(DRAFTING[name], key=tokens_per_s))
 
 
 def turns_of(
@@ -364,5 +355,5 @@ def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, figures in row["figures"].items():
         ratio: Ratio | None = figures["over_plain"]
         speedup = f"{ratio.value:.2f}, {ratio.median:.2f}" if ratio else "-"
-        line[f"{name} ({figures['answers']})"] = f"{speedup} / {figures['tau']:.2f} / {figures['draft_share']:.0%}"
+        line[f"{name} ({figures['prompts']})"] = f"{speedup} / {figures['tau']:.2f} / {figures['draft_share']:.0%}"
     return line

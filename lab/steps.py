@@ -86,9 +86,7 @@ def account(report: Report, folder: Path, methods: Sequence[str]) -> None:
     steps = steps_of(folder)
     medians = {method: median_step(steps[method]) for method in methods if method in steps}
     if not medians:
-        report.notes.append(
-            "where a step's time goes is measured with the extra otel: in a checkout pip install '.[otel]'"
-        )
+        report.notes.append("the extra otel shows where a step's time goes: in a checkout pip install '.[otel]'")
         return
     longest = max(medians.values(), key=len)
     lines = [

@@ -9,12 +9,13 @@ read, and beside transformers' own decoding.
 from __future__ import annotations
 
 import gc
+import json
 import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,45 +29,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from coppice.client.client import Client
 from coppice.engine.engine import DTYPES, Clock, Engine
 from coppice.engine.loading import load_engine
-from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.checkpoints import TargetParts, save_head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
 from coppice.machine import default_dtype
-from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTING_KINDS, HeadSpec, StackSpec
-from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.progress import Progress
 from coppice.training.trainer import replacing, usable_device
-from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.measuring import GREEDY, asking, reporting, running, timed
-from lab.options import Options, numbers
-from lab.report import Report, make_row
+from lab.measuring import GREEDY, asking, reference_of, reporting, running, timed
+from lab.options import Options
+from lab.report import Report, Row, make_row
 from lab.steps import costs, parts_of
 
 DRAFT_VOCAB = 32_000
 """SpecBlock, A.1, as EAGLE-3"""
-_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
-SHAPES = {
-    "demo": ("llama", 256, 768, 20, 4, 2, 8192, 1024, True),
-    "0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151_936, 32_768, True),
-    "llama-3.1-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, 8192, False),
-    "qwen3-8b": ("qwen3", 4096, 12_288, 36, 32, 8, 151_936, 40_960, False),
-}
+SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
 
 # Each gives the mean tau of SpecBlock's table 1 over its benchmarks. SpecBlock drafts K = 4 slots in M = 2 blocks,
@@ -80,7 +61,6 @@ PROFILES: dict[str, dict[str, tuple[float, float, int]]] = {
 }
 """the first rate, the last one and the depth, by target of table 1 and kind; temperature 0 unless the name says 1"""
 
-PLAIN = "plain"
 ROWS = (1, 16, 32, 60, 90)  # of a forward, a session
 CONTEXT = 300  # tokens before the timed rows
 NEW_TOKENS = 48  # of an answer of the services; bare drafts are timed along as many
@@ -92,8 +72,6 @@ COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds
 GENERATED = 128  # tokens of transformers' prompt, and of its answer
 CELLS = ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768))
 """(sessions, rows, context) of the forwards that are set beside what memory moves"""
-
-Line = dict[str, Any]
 
 
 def read_profile(text: str, kinds: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -123,7 +101,7 @@ def read_shape(text: str) -> PretrainedConfig:
     """The configuration of a preset, or of a folder's config.json. Raises InvalidField."""
     auto: Any = AutoConfig
     if text in SHAPES:
-        preset: PretrainedConfig = auto.for_model(**dict(zip(_FIELDS, SHAPES[text], strict=True)))
+        preset: PretrainedConfig = auto.for_model(**SHAPES[text])
         return preset
     if not (Path(text) / "config.json").is_file():
         raise InvalidField("shape", f"{text!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
@@ -158,14 +136,24 @@ def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], d
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of a stack with random weights, and what is assumed of its heads."""
+    """What is measured of a stack with random weights, what is assumed of its heads, and how long bare loops take."""
 
     options: Options
     spec: StackSpec
+    report: Report
     sessions: tuple[int, ...]
     profile: dict[str, tuple[float, ...]]
     """alpha by depth, of each head"""
     vocab_size: int
+    forwards: dict[tuple[int, int], float] = field(default_factory=dict)
+    """milliseconds of a forward by (sessions, rows a session)"""
+    drafts: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
+    """milliseconds of a draft's forwards, and of all of it, by (sessions, head)"""
+
+    def forward_ms(self, rows: float) -> float:
+        """A forward of one session over so many rows, between the measured ones in proportion."""
+        alone = {count: took for (sessions, count), took in self.forwards.items() if sessions == 1}
+        return float(np.interp(rows, list(alone), list(alone.values())))
 
     def ids(self, count: int, seed: int) -> list[int]:
         """Random ids."""
@@ -173,47 +161,35 @@ class Plan:
 
 
 @contextmanager
-def planning(command: str, options: Options) -> Iterator[tuple[Plan, Report]]:
+def planning(command: str, options: Options) -> Iterator[Plan]:
     """Make a target and heads as the options say, and a report: see `reporting`. Raises InvalidField."""
     usable_device(options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
-    sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
+    sessions, dtype = options.numbers("sessions", int, 1, 128), options.dtype or default_dtype(options.device)
     vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
         spec = make_weights(Path(folder), config, kinds, dtype, options.device)
         with reporting(command, spec, options) as report:
-            yield Plan(options, spec, sessions, alphas, vocab_size), report
-
-
-@dataclass(frozen=True)
-class BareTimes:
-    """Milliseconds of a forward by (sessions, rows a session), of a draft's forwards and all by (sessions, head)."""
-
-    forwards: dict[tuple[int, int], float]
-    drafts: dict[tuple[int, str], tuple[float, float]]
-
-    def forward_ms(self, rows: float) -> float:
-        """A forward of one session over so many rows, between the measured ones in proportion."""
-        alone = {count: took for (sessions, count), took in self.forwards.items() if sessions == 1}
-        return float(np.interp(rows, list(alone), list(alone.values())))
+            yield Plan(options, spec, report, sessions, alphas, vocab_size)
 
 
 class Bare:
     """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
 
-    def __init__(self, spec: StackSpec, sessions: int, longest: int) -> None:
-        """`sessions`: at once, at most; `longest`: tokens of the longest text. Heads that only count are not timed."""
-        settings = spec.settings()
-        verifier, kv_tokens = settings.verifier, sessions * (longest + 2 * MAX_TREE_NODES)
+    def __init__(self, spec: StackSpec, sessions: int, longest: int, kv_tokens: int = 0) -> None:
+        """`sessions`: that draft at once, at most; `longest`: tokens of their longest text. The target has room for
+        `kv_tokens`, or as many as the heads. Heads that only count are not timed.
+        """
+        settings, room = spec.settings(), sessions * (longest + 2 * MAX_TREE_NODES)
+        verifier, kv_tokens = settings.verifier, max(kv_tokens, room)
         self._threads, self._drafter_threads = verifier.threads, settings.drafter.threads
         self.engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
-        shared = settings.drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
+        shared = settings.drafter.model_copy(update={"target": str(spec.target), "kv_tokens": room})
         self._heads: dict[str, Head] = {}
-        with self._drafting():
-            for head in spec.heads:
-                own = {"name": head.name, "kind": head.kind, "path": str(head.path or "")}
-                if head.kind not in COUNTING_KINDS:
-                    self._heads[head.name] = served_head(shared.model_copy(update=own))
+        for head in spec.heads:
+            own = {"name": head.name, "kind": head.kind, "path": str(head.path or "")}
+            if head.kind not in COUNTING_KINDS:
+                self._heads[head.name] = served_head(shared.model_copy(update=own))
 
     def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
         """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
@@ -224,205 +200,146 @@ class Bare:
         self, name: str, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int = 1
     ) -> tuple[float, float]:
         """Median milliseconds of one head's greedy drafts along a recorded answer, of so many sessions at once: of its
-        forwards alone, and with the tree. Zeros for a head that counts.
+        forwards alone, and with the tree. Features are zeros, which cost as much. Zeros for a head that counts.
         """
         if name not in self._heads:
             return 0.0, 0.0
-        head, text, sampling = self._heads[name], [*prompt, *answer], SamplingParams()
-        features, took = self._features(text, head.description.feature_layers), []
-        with self._drafting():
-            try:
-                for key in range(sessions):
-                    read = wire_features(features, 0, len(prompt))
-                    for _ in head.open(key, OpenDraft(str(key), list(prompt), sampling, features=read)):
-                        pass
-                for at in range(len(prompt), len(text), STRIDE):
-                    jobs = [DraftJob(key, text[at], at, budget, sampling) for key in range(sessions)]
-                    before, began = head.forward_ns, time.perf_counter_ns()
-                    for _ in head.draft(jobs):
-                        pass
-                    took.append((head.forward_ns - before, time.perf_counter_ns() - began))
-                    step = Advance(text[at : at + STRIDE], wire_features(features, at, at + STRIDE))
-                    for key in range(sessions):
-                        head.advance(key, step)
-            finally:
-                for key in range(sessions):
-                    head.close(key)
+        head, text, keys, took = self._heads[name], [*prompt, *answer], range(sessions), []
+        torch.set_num_threads(self._drafter_threads or torch.get_num_threads())
+        opening = OpenDraft("", list(prompt), GREEDY, features=head.blank_features(0, len(prompt)))
+        for key in keys:
+            for _ in head.open(key, opening):
+                pass
+        for at in range(len(prompt), len(text), STRIDE):
+            jobs = [DraftJob(key, text[at], at, budget, GREEDY) for key in keys]
+            before, began = head.forward_ns, time.perf_counter_ns()
+            for _ in head.draft(jobs):
+                pass
+            took.append((head.forward_ns - before, time.perf_counter_ns() - began))
+            ids = text[at : at + STRIDE]
+            for key in keys:
+                head.advance(key, Advance(ids, head.blank_features(at, len(ids))))
+        for key in keys:
+            head.close(key)
+        torch.set_num_threads(self._threads or torch.get_num_threads())
         forward_ns, total_ns = np.median(took, axis=0)
         return float(forward_ns) / 1e6, float(total_ns) / 1e6
 
-    def _features(self, text: Sequence[int], layers: tuple[int, ...]) -> Tensor | None:
-        """The target's features of every position of a text; None for a head that reads none."""
-        if not layers:
-            return None
-        pool = self.engine.pool
-        table = pool.allocate("features", len(text))
-        try:
-            return self.engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
-        finally:
-            pool.free(table)
 
-    @contextmanager
-    def _drafting(self) -> Iterator[None]:
-        """Give torch the drafters' threads meanwhile; 0 leaves them as they are."""
-        torch.set_num_threads(self._drafter_threads or torch.get_num_threads())
-        try:
-            yield
-        finally:
-            torch.set_num_threads(self._threads or torch.get_num_threads())
-
-
-def wire_features(rows: Tensor | None, start: int, end: int) -> Features | None:
-    """Positions start..end-1 of (N, F) features of a text as they go over the wire; None of None."""
-    if rows is None:
-        return None
-    part = rows[start:end].cpu().contiguous()
-    dtype = str(part.dtype).removeprefix("torch.")
-    return Features(start, len(part), dtype, part.view(torch.uint8).numpy().tobytes())
-
-
-def run_synthetic(plan: Plan, report: Report) -> None:
+def run_synthetic(plan: Plan) -> None:
     """Add bare times, what is expected, and steps of the services to the report."""
+    report = plan.report
     assumed = {"shape": plan.options.shape, "profile_name": plan.options.profile, "budget": plan.options.budget}
     report.figures |= {"synthetic": NOTE, **assumed, "profile": plan.profile, "context": CONTEXT}
     on, rows = f"{NOTE}\n{report.dtype}, {report.device}", sorted({1, plan.options.budget + 1, *ROWS})
     with Progress("parts", 2) as progress:
-        times = measure_bare(plan, rows, progress)
+        measure_bare(plan, rows, progress)
         lines = [
-            {"sessions": str(count)} | {str(number): times.forwards[count, number] for number in rows}
+            {"sessions": str(count)} | {str(number): plan.forwards[count, number] for number in rows}
             for count in plan.sessions
         ]
         report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", lines)
-        add_expected(plan, times, report, progress)
+        add_expected(plan, progress)
 
 
-def run_gpu(plan: Plan, report: Report) -> None:
+def run_gpu(plan: Plan) -> None:
     """Add forwards beside the roofline, drafts, steps of the services and transformers' own decoding to the report."""
-    device = torch.device(report.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    report.figures |= {"torch": torch.__version__, "device_name": name}
+    plan.report.figures["torch"] = torch.__version__
     with Progress("parts", 4) as progress:
-        progress.say("forwards")
-        add_roofline(plan.spec, report)
-        progress.add()
-        add_expected(plan, measure_bare(plan, sorted({1, plan.options.budget + 1}), progress), report, progress)
+        measure_bare(plan, sorted({1, plan.options.budget + 1}), progress, CELLS)
+        add_expected(plan, progress)
         progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
-        verifier, prompt = plan.spec.settings().verifier, plan.ids(GENERATED, 2)
-        reference = Reference(plan.spec.target, verifier.dtype, verifier.device)
+        prompt, reference = plan.ids(GENERATED, 2), reference_of(plan.spec)
         static: Any = {"cache_implementation": "static"}
         for _ in range(3):  # the first two compile
             answer = reference.generate(prompt, GENERATED, GREEDY, drafting=static)
         progress.add()
     speed = (answer.new_tokens - 1) / answer.decode_s
-    report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
+    plan.report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
 
 
-def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> BareTimes:
-    """Run bare loops in this process, on the device of the spec."""
+def measure_bare(
+    plan: Plan, rows: Sequence[int], progress: Progress, cells: Sequence[tuple[int, int, int]] = ()
+) -> None:
+    """Run bare loops in this process, on the device of the spec; forwards of `cells` are set beside the roofline."""
     prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
-    bare = Bare(plan.spec, max(plan.sessions), CONTEXT + NEW_TOKENS + max(rows))
-    times = BareTimes({}, {})
+    kv_tokens = max((sessions * (most + context + MAX_TREE_NODES) for sessions, most, context in cells), default=0)
+    bare = Bare(plan.spec, max(plan.sessions), CONTEXT + NEW_TOKENS + max(rows), kv_tokens)
+    if cells:
+        progress.say("forwards")
+        add_roofline(bare, cells, plan.report)
+        progress.add()
     for sessions in plan.sessions:
         for count in rows:
             progress.say(f"a forward of {sessions} x {count} rows")
-            times.forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
+            plan.forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
         for head in plan.spec.heads:
             progress.say(f"{sessions} drafts of {head.name}")
-            times.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.options.budget, sessions)
+            plan.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.options.budget, sessions)
     progress.add()
-    return times
 
 
-def add_expected(plan: Plan, times: BareTimes, report: Report, progress: Progress) -> None:
+def add_expected(plan: Plan, progress: Progress) -> None:
     """Add what the profile and the bare times give, and steps of the services at one session, if that is measured."""
-    _release(torch.device(report.device))
-    report.rows = expected_lines(plan, times)
+    report = plan.report
+    gc.collect()  # the services load the target again: the device has room for one
+    if report.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    heads = [head.name for head in plan.spec.heads]
+    report.rows = [expected_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
     title = f"expected of bare forwards, drafts and the profile, budget {plan.options.budget}"
     report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
     if 1 in plan.sessions:
         progress.say("the services")
-        steps = measure_services(plan, times, report, progress)
+        steps = measure_services(plan, progress)
         report.add_figures("pipeline", "milliseconds a step of the services, one session", steps)
     progress.add()
 
 
-def expected_lines(plan: Plan, times: BareTimes) -> list[Line]:
-    """For plain decoding and each head tau / (T_M + T_D)."""
-    lines: list[Line] = []
-    for sessions in plan.sessions:
-        plain_ms = times.forwards[sessions, 1]
-        ways = [(PLAIN, plain_ms, (0.0, 0.0), 1.0)]
-        for head in plan.spec.heads:
-            forward_ms, draft = times.forwards[sessions, plan.options.budget + 1], times.drafts[sessions, head.name]
-            ways.append((f"single:{head.name}", forward_ms, draft, expected_tau(plan.profile[head.name])))
-        for method, forward_ms, (head_ms, draft_ms), tau in ways:
-            step_ms = forward_ms + head_ms
-            lines.append(
-                {
-                    "method": method,
-                    "sessions": sessions,
-                    "t_m_ms": forward_ms,
-                    "t_d_ms": head_ms,
-                    "t_d_total_ms": draft_ms,
-                    "tau": tau,
-                    "tokens_per_s": sessions * tau / step_ms * 1e3,
-                    "draft_share": head_ms / step_ms,
-                    "speedup": tau / step_ms * plain_ms,
-                }
-            )
-    return lines
+def expected_line(plan: Plan, sessions: int, head: str = "") -> Row:
+    """tau / (T_M + T_D) of a head, or of plain decoding."""
+    forward_ms = plan.forwards[sessions, plan.options.budget + 1 if head else 1]
+    head_ms, draft_ms = plan.drafts.get((sessions, head), (0.0, 0.0))
+    step_ms, tau = forward_ms + head_ms, expected_tau(plan.profile.get(head, ()))
+    return {
+        "method": f"single:{head}" if head else "plain",
+        "sessions": sessions,
+        "t_m_ms": forward_ms,
+        "t_d_ms": head_ms,
+        "t_d_total_ms": draft_ms,
+        "tau": tau,
+        "tokens_per_s": sessions * tau / step_ms * 1e3,
+        "draft_share": head_ms / step_ms,
+        "speedup": tau / step_ms * plan.forwards[sessions, 1],
+    }
 
 
-def measure_services(plan: Plan, times: BareTimes, report: Report, progress: Progress) -> list[Line]:
+def measure_services(plan: Plan, progress: Progress) -> list[Row]:
     """Answers of the real services, one session: each method's step, its parts and its efficiency."""
     prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS)]
     lines = []
-    with running(replace(plan.spec, budget=plan.options.budget), report) as stack, Client(stack.address) as client:
-        methods = (PLAIN, *(f"single:{head.name}" for head in plan.spec.heads))
+    spec = replace(plan.spec, budget=plan.options.budget)
+    with running(spec, plan.report) as stack, Client(stack.address) as client:
+        methods = ("plain", *(f"single:{head.name}" for head in plan.spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
         for method, answers in timed(ways, prompts, progress).items():
             step, row = costs(method, answers), make_row(method, answers, [], plan.options.budget)
-            head_ms, _ = times.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
-            bare_ms = times.forward_ms(row["verified_nodes"] + 1) + head_ms
+            head_ms, _ = plan.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
+            bare_ms = plan.forward_ms(row["verified_nodes"] + 1) + head_ms
             line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row["tau"]}
             lines.append(line | parts_of(step))
     return lines
 
 
-def add_roofline(spec: StackSpec, report: Report) -> None:
-    """Time forwards of each size, and compare them with the time of a copy of as many bytes as they read."""
-    sessions, rows, context = max(CELLS, key=lambda cell: cell[0] * (cell[1] + cell[2]))
-    engine = Bare(spec, sessions, context + rows).engine
-    speed, lines = bytes_a_second(engine.pool.device), []
-    for sessions, rows, context in CELLS:
-        took, read = forward_s(engine, sessions, rows, context), bytes_read(engine, sessions * (context + rows))
-        line = {"sessions": sessions, "rows": rows, "context": context, "ms": took * 1e3, "GB read": read / 1e9}
-        lines.append(line | {"roofline ms": read / speed * 1e3, "over roofline": took * speed / read})
+def add_roofline(bare: Bare, cells: Sequence[tuple[int, int, int]], report: Report) -> None:
+    """Time forwards of (sessions, rows, context), and compare them with a copy of as many bytes as they read."""
+    speed, lines = bytes_a_second(bare.engine.pool.device), []
+    for sessions, rows, context in cells:
+        took, read = bare.forward_ms(rows, context, sessions), bytes_read(bare.engine, sessions * (context + rows))
+        line = {"sessions": sessions, "rows": rows, "context": context, "ms": took, "GB read": read / 1e9}
+        roofline_ms = read / speed * 1e3
+        lines.append(line | {"roofline ms": roofline_ms, "over roofline": took / roofline_ms})
     report.add_figures("roofline", f"forwards; memory moves {speed / 1e9:.0f} GB/s in a copy", lines)
-    device = engine.pool.device
-    del engine
-    _release(device)
-
-
-def forward_s(engine: Engine, sessions: int, rows: int, context: int) -> float:
-    """Median seconds of forwards over random trees of one size, whose rows are all wanted."""
-    tree, tables, took = random.Random(0), [], []  # noqa: S311
-    parents = [-1, *(tree.randrange(max(0, row - 12), row) for row in range(1, rows))]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    try:
-        for number in range(sessions):
-            tables.append(engine.pool.allocate(f"roofline-{number}", context + rows))
-        pieces = [Piece(table, context, [0] * rows, parents, depths, range(rows)) for table in tables]
-        for _ in range(3 + REPEATS):
-            began = time.perf_counter()
-            _ = engine.forward(pack(pieces)).forward_ns  # waits for a device
-            took.append(time.perf_counter() - began)
-    finally:
-        for table in tables:
-            engine.pool.free(table)
-    return median(took[3:])
 
 
 def bytes_read(engine: Engine, tokens: int) -> int:
@@ -449,10 +366,3 @@ def bytes_a_second(device: torch.device) -> float:
         clock(target.copy_, source)
         took.append(clock.ns)
     return 2e9 * len(source) / median(took)
-
-
-def _release(device: torch.device) -> None:
-    """Give memory of what is over back to the device: the next part loads the target again."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -1,4 +1,7 @@
-"""What the target says without Coppice: transformers' `generate`, and the verdict on an answer that differs from it."""
+"""What the target says without Coppice: transformers' `generate`, and the verdict on an answer that differs from it.
+
+Needs the `serve` extra; torch and transformers are imported when they are needed, on the thread that will use them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,19 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation import logits_process
-from transformers.utils import logging
 
 from coppice.client.completion import Completion
-from coppice.engine.engine import DTYPES, Context
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
 from coppice.wire.generation import Origin
+
+if TYPE_CHECKING:
+    from coppice.engine.engine import Context
 
 Verdict = Literal["identical", "tie", "wrong"]
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
@@ -42,6 +42,7 @@ class TargetText:
     """What turns texts into a target's ids, as transformers does; known before any weight is loaded."""
 
     def __init__(self, target: Path) -> None:
+        """Read nothing yet."""
         self._target = target
 
     @property
@@ -61,6 +62,8 @@ class TargetText:
 
     def context(self, kv_tokens: int) -> Context:
         """How long a text may be that a verifier with so many KV tokens serves."""
+        from coppice.engine.engine import Context
+
         return Context.of(self._config, kv_tokens).served(kv_tokens)
 
     def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
@@ -92,8 +95,9 @@ class TargetText:
     @cached_property
     def _eos_ids(self) -> list[int]:
         """The ids that end a text, by generation_config.json before config.json."""
+        transformers: Any = import_module("transformers")
         try:
-            ids = GenerationConfig.from_pretrained(self._target, local_files_only=True).eos_token_id
+            ids = transformers.GenerationConfig.from_pretrained(self._target, local_files_only=True).eos_token_id
         except OSError:  # there is no such file
             ids = None
         ids = self._config.eos_token_id if ids is None else ids
@@ -101,16 +105,16 @@ class TargetText:
 
     @cached_property
     def _chat(self) -> Any:
-        return AutoTokenizer.from_pretrained(self._target, local_files_only=True)
+        return import_module("transformers").AutoTokenizer.from_pretrained(self._target, local_files_only=True)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return Tokenizer.from_file(str(self._target / _TOKENIZER))
+        return import_module("tokenizers").Tokenizer.from_file(str(self._target / _TOKENIZER))
 
     @cached_property
     def _config(self) -> Any:
-        options = {"local_files_only": True, "trust_remote_code": False}
-        return AutoConfig.from_pretrained(self._target, **options).get_text_config()
+        load = import_module("transformers").AutoConfig.from_pretrained
+        return load(self._target, local_files_only=True, trust_remote_code=False).get_text_config()
 
 
 class _TokenClock:
@@ -132,21 +136,24 @@ class Reference:
     """The target in plain transformers, stock attention."""
 
     def __init__(self, target: Path, dtype: str, device: str = "cpu", threads: int = 0) -> None:
-        """Load it, on the thread that will use it; `threads` 0 lets torch choose."""
+        """Load it; `threads` 0 lets torch choose."""
+        import torch
+
         if threads:
             torch.set_num_threads(threads)
-        quiet: Any = logging
-        quiet.disable_progress_bar()
-        quiet.set_verbosity_error()  # assisted generation warns of its own calls
-        self._dtype, self._device = DTYPES[dtype], device
+        self._torch, self._placed = torch, (dtype, device)
         self.text = TargetText(target)
         self._model = self._load(target)
         self._assistants: dict[Path, Any] = {}
 
     def _load(self, folder: Path) -> Any:
         """A transformers model of the reference's dtype, on its device; its text never ends by itself."""
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=self._dtype, local_files_only=True).to(self._device).eval()
+        transformers: Any = import_module("transformers")
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()  # assisted generation warns of its own calls
+        dtype, device = self._placed
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=getattr(self._torch, dtype), local_files_only=True).to(device).eval()
         # What a folder's own configuration changes in greedy decoding stays. A request says how it is sampled and how
         # long it is; None for an id means that nothing ends or pads the text (an id that pads would be hidden from an
         # assistant wherever the text holds it).
@@ -173,14 +180,8 @@ class Reference:
         `assistant`: the folder of a small model that drafts; `drafting`: how much is drafted, in transformers' own
         words.
         """
-        clock, options = _TokenClock(), dict[str, Any](drafting or {})
-        if assistant is not None:
-            if assistant not in self._assistants:
-                self._assistants[assistant] = self._load(assistant)
-            model = self._assistants[assistant]
-            # transformers looks for them there
-            model.generation_config.update(**options, num_assistant_tokens_schedule="constant")
-            options = {"assistant_model": model}
+        torch, clock = self._torch, _TokenClock()
+        options = self._drafting(assistant, drafting or {})
         if sampling.repetition_penalty is not None:
             options["repetition_penalty"] = sampling.repetition_penalty
         if sampling.logit_bias:
@@ -188,7 +189,7 @@ class Reference:
         if sampling.temperature > 0:
             torch.manual_seed(sampling.seed)
             options |= {"do_sample": True, **sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})}
-        prompt = torch.tensor([list(ids)], device=self._device)
+        prompt = torch.tensor([list(ids)], device=self._model.device)
         called = time.perf_counter()
         output = self._model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
@@ -212,6 +213,17 @@ class Reference:
             ttft_s=first - called,
             decode_s=last - first,
         )
+
+    def _drafting(self, assistant: Path | None, drafting: Mapping[str, float]) -> dict[str, Any]:
+        """The options of a `generate` that is assisted; without an assistant it looks its drafts up."""
+        if assistant is None:
+            return dict(drafting)
+        if assistant not in self._assistants:
+            self._assistants[assistant] = self._load(assistant)
+        model = self._assistants[assistant]
+        # transformers looks for them there
+        model.generation_config.update(**drafting, num_assistant_tokens_schedule="constant")
+        return {"assistant_model": model}
 
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None
@@ -246,23 +258,23 @@ class Reference:
         """
         scores, temperature = self._rows(prompt, ids).double(), sampling.temperature or 1.0
         if sampling.temperature:
-            scores = logits_process.TemperatureLogitsWarper(temperature)(None, scores)
-            if sampling.top_k:
-                scores = logits_process.TopKLogitsWarper(sampling.top_k)(None, scores)
-            if sampling.top_p < 1:
-                scores = logits_process.TopPLogitsWarper(sampling.top_p)(None, scores)
+            warpers: Any = import_module("transformers.generation.logits_process")
+            chain = [warpers.TemperatureLogitsWarper(temperature)]
+            chain += [warpers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+            chain += [warpers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+            for warper in chain:
+                scores = warper(None, scores)
             every = np.arange(scores.shape[1])
             drawn_with = [noise(sampling.seed, len(prompt) + at, every) for at in range(len(ids))]
-            scores = scores + torch.from_numpy(np.stack(drawn_with))
+            scores = scores + self._torch.from_numpy(np.stack(drawn_with))
         best, second = scores.topk(2).values.unbind(-1)
         return scores.argmax(-1).tolist(), float((best - second).min()) * temperature
 
-    @torch.inference_mode()
-    def _rows(self, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+    def _rows(self, prompt: Sequence[int], ids: Sequence[int]) -> Any:
         """(n, V) float32 logits on the CPU of one plain forward, a row for each token of the answer."""
-        text = torch.tensor([[*prompt, *ids]], device=self._device)
-        logits: Tensor = self._model(text, logits_to_keep=len(ids) + 1).logits
-        return logits[0, :-1].float().cpu()
+        with self._torch.inference_mode():
+            text = self._torch.tensor([[*prompt, *ids]], device=self._model.device)
+            return self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1].float().cpu()
 
 
 def judge_token(row: NDArray[np.float32], token: int, sampling: SamplingParams, position: int) -> Verdict:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.rows import Tail
-from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_head import BLOCKS, BlockHead
+from coppice.heads.base import DraftJob, with_tree_shape
+from coppice.heads.block_head import BlockHead
 from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
 from coppice.heads.models import BUCKETS
 from coppice.heads.tree import Blocks, BlockTree
@@ -76,11 +75,9 @@ class MedusaHead(AtOnceHead):
         """Read the features of the last rows."""
         rows = self.root_rows(trees)
         assert rows.features is not None
-        return self.timed(self._logits, rows.features[list(rows.outputs)].to(self.device))
-
-    def _logits(self, features: Tensor) -> Tensor:
-        states = self.model(features)
-        return torch.stack([self.model.read(states[:, slot], slot)[0] for slot in range(self.deepest)], dim=1)
+        states = self.timed(self.model, rows.features[list(rows.outputs)].to(self.device))
+        slots = range(self.deepest)
+        return self.timed(lambda: torch.stack([self.model.read(states[:, slot], slot)[0] for slot in slots], dim=1))
 
 
 class ParallelSpecHead(AtOnceHead):
@@ -114,15 +111,11 @@ class ParallelSpecHead(AtOnceHead):
         return self.timed(self._logits, inputs, masks)
 
     def _logits(self, inputs: Inputs, masks: Tensor) -> Tensor:
-        logits: Tensor = self.model.read(self._masked(inputs, masks)[masks])[0]
+        logits: Tensor = self.model.read(self.run(inputs, masks)[masks])[0]
         return logits
 
-    def run(self, inputs: Inputs) -> Tensor:
-        """Return (N, hidden) un-normed states of rows of target features."""
-        return self._masked(inputs, None)
-
-    def _masked(self, inputs: Inputs, masks: Tensor | None) -> Tensor:
-        """Return (N, hidden) states of rows of which those at (J, masks) indices are mask tokens."""
+    def run(self, inputs: Inputs, masks: Tensor | None = None) -> Tensor:
+        """Return (N, hidden) un-normed states of rows of target features, but that those at (J, masks) are masks."""
         rows = self.model.prefix(inputs.features, inputs.embeddings[0])
         if masks is not None:
             rows[masks] = self.model.mask_tokens.weight[: self.deepest]
@@ -131,34 +124,13 @@ class ParallelSpecHead(AtOnceHead):
         return states[0]
 
 
-@dataclass(eq=False)
 class StaticTree(BlockTree):
-    """A tree whose nodes and starts are chosen by the ranks of tokens in their slots, as `prior` has them.
-
-    It sends the scores that the model gives.
-    """
-
-    given: list[float] = field(default_factory=list)
-    """cumulative log-scores by the model, of each candidate"""
+    """A tree whose scores are those of `prior`: they follow from the ranks of tokens in their slots alone."""
 
     def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
         """Add what a forward predicts behind the starts, whatever scores it gives."""
-        slot_of, first = {start.node: (row, 0) for row, start in enumerate(self.starts)}, len(self.tokens)
         by_rank = [[prior(len(slot)) for slot in slots] for slots in blocks.scores]
         super().grow(blocks._replace(scores=by_rank), widths, deeper)
-        for node in range(first + 1, len(self.tokens) + 1):
-            parent = self.parents[node - 1]
-            row, slot = slot_of[parent]
-            place = blocks.tokens[row][slot].index(self.tokens[node - 1])
-            self.given.append((self.given[parent - 1] if parent else 0.0) + blocks.scores[row][slot][place])
-            if place == blocks.spine[row][slot]:
-                slot_of[node] = row, slot + 1
-
-    def send(self) -> Growth:
-        """Return the best candidates; call it once."""
-        growth = super().send()
-        scores = np.array([score for score, sent in zip(self.given, self.sent, strict=True) if sent], np.float32)
-        return replace(growth, nodes=replace(growth.nodes, log_probs=scores))
 
 
 class FalconHead(BlockHead):
@@ -170,10 +142,9 @@ class FalconHead(BlockHead):
 
     kind = "falcon"
     shape = FalconConfig, FalconModel
-    anytime = False  # a receiver would prune what a later block displaces by the model's scores
 
-    def __init__(self, settings: DrafterSettings, blocks: int = BLOCKS) -> None:
-        super().__init__(settings, (with_tree_shape(settings).top_k,) * BUCKETS, blocks)
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings, (with_tree_shape(settings).top_k,) * BUCKETS)
         self.own = [(1 << self.slots) - 1] * self.slots
 
     def plant(self, job: DraftJob, number: int) -> BlockTree:

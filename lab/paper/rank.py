@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,79 +15,54 @@ from coppice.heads.base import DraftJob, Head
 from coppice.heads.block_head import BLOCKS, BlockHead, SpecBlockHead
 from coppice.heads.checkpoints import TargetParts, load_head
 from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.tree import DraftTree, extend, prune
+from coppice.speculation.tree import DraftTree, extend, paths, prune
 from coppice.stack.spec import StackSpec
 from coppice.training.answers import Answer, stacked, write_answers
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
 from coppice.training.progress import Progress
+from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.report import Report
-from lab.synthetic import wire_features
 
 KEY = 0
 
 
-@dataclass
-class Replay:
-    """Steps along texts, tokens they committed, and nodes they would have verified."""
-
-    steps: int = 0
-    tokens: int = 0
-    nodes: int = 0
-
-    @property
-    def tau(self) -> float:
-        """Tokens a step."""
-        return self.tokens / max(1, self.steps)
+def wire_features(rows: Tensor, start: int, end: int) -> Features:
+    """Positions start..end-1 of (N, F) features of a text as they go over the wire."""
+    part = rows[start:end].cpu().contiguous()
+    dtype = str(part.dtype).removeprefix("torch.")
+    return Features(start, len(part), dtype, part.view(torch.uint8).numpy().tobytes())
 
 
-def replay(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
-    """Draft with at most `budget` nodes a step along (T,) texts, of each of which so many tokens are the prompt."""
-    total, sampling = Replay(), SamplingParams()
+def replay(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> tuple[float, float, int]:
+    """Draft with at most `budget` nodes a step along (T,) texts, of each of which so many tokens are the prompt.
+
+    Returns the tokens of a mean step, the nodes of a mean step, and how many steps there were.
+    """
+    steps = tokens = nodes = 0
     for text, prompt in texts:
         ids: list[int] = text.ids.tolist()
         features = text.features.float()
-        opening = OpenDraft("", ids[:prompt], sampling, features=wire_features(features, 0, prompt))
-        try:
-            for _ in head.open(KEY, opening):
-                pass
-            root = prompt
-            while root + 1 < len(ids):
-                tree = _drafted(head, DraftJob(KEY, ids[root], root, budget, sampling))
-                end = min(root + 1 + _followed(tree, ids[root + 1 :]), len(ids) - 1)  # the next root
-                head.advance(KEY, Advance(ids[root:end], wire_features(features, root, end)))
-                total.steps += 1
-                total.tokens += end - root
-                total.nodes += len(tree)
-                root = end
-        finally:
-            head.close(KEY)
-    return total
+        opening = OpenDraft("", ids[:prompt], SamplingParams(), features=wire_features(features, 0, prompt))
+        for _ in head.open(KEY, opening):
+            pass
+        root = prompt
+        while root + 1 < len(ids):
+            tree = DraftTree.empty()
+            for growths in head.draft([DraftJob(KEY, ids[root], root, budget, SamplingParams())]):
+                for growth in growths:
+                    tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
+            tree, _ = prune(tree, budget)
+            spelled, end = set(paths(tree)), root + 1
+            while end + 1 < len(ids) and tuple(ids[root + 1 : end + 1]) in spelled:
+                end += 1
+            head.advance(KEY, Advance(ids[root:end], wire_features(features, root, end)))
+            steps, tokens, nodes = steps + 1, tokens + end - root, nodes + len(tree)
+            root = end
+        head.close(KEY)
+    return tokens / max(1, steps), nodes / max(1, steps), steps
 
 
-def _drafted(head: Head, job: DraftJob) -> DraftTree:
-    """The tree as the orchestrator would send it."""
-    tree = DraftTree.empty()
-    for growths in head.draft([job]):
-        for growth in growths:
-            tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
-    return prune(tree, job.budget)[0]
-
-
-def _followed(tree: DraftTree, following: Sequence[int]) -> int:
-    """How many tokens of `following` the tree holds as a path from its root."""
-    edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges, start=1)}
-    node = depth = 0
-    for token in following:
-        node = children.get((node, token), 0)
-        if not node:
-            break
-        depth += 1
-    return depth
-
-
-Line = dict[str, Any]
 BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
     "rank-guided 2,4,10,0 (paper)": ((2, 4, 10, 0), True),
@@ -103,12 +77,10 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 class BranchingHead(SpecBlockHead):
     """A SpecBlock head whose slots branch into other widths, with its rank head or without."""
 
-    def __init__(
-        self, settings: DrafterSettings, widths: Sequence[int], rank_guided: bool = True, blocks: int = BLOCKS
-    ) -> None:
+    def __init__(self, settings: DrafterSettings, widths: Sequence[int], rank_guided: bool = True) -> None:
         """Unless `rank_guided`, every slot branches into widths[1] tokens."""
         self._rank_guided = rank_guided
-        BlockHead.__init__(self, settings, widths if rank_guided else (widths[1],) * len(widths), blocks)
+        BlockHead.__init__(self, settings, widths if rank_guided else (widths[1],) * len(widths))
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor | None:
         """Return the rank head's answers, or bucket 1 everywhere."""
@@ -117,7 +89,7 @@ class BranchingHead(SpecBlockHead):
 
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
     """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
-    ranks, chains, trees = list[Line](), list[Line](), list[Line]()
+    ranks, chains, trees = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     read: dict[tuple[int, ...], list[tuple[Answer, int]]] = {}
     with Progress("heads", len(spec.heads)) as progress:
         for head in spec.heads:
@@ -139,9 +111,8 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
             chains.append(name | places | {"chain": accepted_length(accepted)})
             settings = DrafterSettings(kind="specblock", path=str(head.path), target=str(spec.target))
             for tree, (widths, guided) in TREES.items():
-                gain = replay(BranchingHead(settings, widths, guided), answers, budget)
-                figures = {"tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
-                trees.append(name | {"tree": tree} | figures)
+                tau, nodes, steps = replay(BranchingHead(settings, widths, guided), answers, budget)
+                trees.append(name | {"tree": tree, "tau": tau, "nodes": nodes, "steps": steps})
             progress.add()
     percent = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
     report.add_figures("rank_head", "does the rank head know where it is right?", ranks, percent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,37 +37,25 @@ SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 HOW = "Trained from nothing on the text below: next-token cross-entropy, Muon and AdamW."
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` ids; id 0 is END_OF_TEXT, the only special token."""
+def train_tokenizer(texts: Iterable[str], sizes: Mapping[str, int], folder: Path) -> None:
+    """Train a byte-level BPE, whose id 0 is END_OF_TEXT, its only special token; written as transformers expects it."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytewise])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=sizes["vocab_size"],
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers expects them."""
-    wrapped: Any = PreTrainedTokenizerFast
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    length, wrapped = sizes["max_position_embeddings"], cast(Any, PreTrainedTokenizerFast)
     wrapped(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, model_max_length=length, clean_up_tokenization_spaces=False, **special
     ).save_pretrained(folder)
 
 
@@ -79,8 +67,7 @@ class Texts:
         corpora = read_corpora(lines)
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            texts = chain.from_iterable(_tokenizer_text(corpus) for corpus in corpora)
-            save_tokenizer(train_tokenizer(texts, sizes["vocab_size"]), folder, sizes["max_position_embeddings"])
+            train_tokenizer(chain.from_iterable(map(_tokenizer_text, corpora)), sizes, folder)
         tokenizer, ids, self._domains = load_tokenizer(folder), list[int](), list[Domain]()
         self._facts: dict[str, dict[str, Any]] = {}
         for corpus in corpora:

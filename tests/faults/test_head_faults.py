@@ -29,7 +29,7 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.losses import expectation
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.synthetic import wire_features
+from lab.paper.rank import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.outcomes import AcceptanceWatch, best_path, offers

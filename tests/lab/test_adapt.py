@@ -18,14 +18,14 @@ from lab.adapt import (
     BUDGET,
     INTERVAL,
     KIND_TURN,
+    WORDS,
     Lane,
     adapt_line,
     lanes_of,
-    programs,
+    prompts_of,
     report_lanes,
     shifted,
     spec_for,
-    stories,
     turning,
 )
 from lab.options import Options
@@ -35,8 +35,8 @@ from tests.tiny import make_target
 
 
 def test_streams_are_different_prompts_in_the_same_order() -> None:
-    assert len(set(stories())) == len(stories()) > 400
-    assert len(set(programs())) == len(programs()) > 400
+    for kind in WORDS:
+        assert len(set(prompts_of(kind))) == len(prompts_of(kind)) > 350
     stream = shifted(300)
     assert stream == shifted(300)
     assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
@@ -81,10 +81,10 @@ def test_a_lane_names_its_budget_so_that_no_verifier_cuts_trees_by_what_it_measu
 
 
 def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
-    base = StackSpec.demo(dtype="float32")
-    never = spec_for("never", HeadSpec.shipped("specblock-code"), base)
+    base = StackSpec.demo(heads=(HeadSpec.shipped("specblock-code"),), dtype="float32")
+    never = spec_for("never", base)
     assert (never.adapt, never.adapted) == (False, ())
-    always = spec_for("always", HeadSpec.shipped("specblock-code"), base)
+    always = spec_for("always", base)
     assert [head.name for head in always.adapted] == ["specblock-code"]
     assert always.extra["adapter"] == {"adapter.policy": "always", "adapter.interval": INTERVAL}
     with pytest.raises(InvalidField, match="no head can be adapted"):

@@ -55,8 +55,8 @@ class Knowing:
 @pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
 def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
     text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
-    replayed = replay(Knowing(text.ids.tolist(), right), [(text, 4)], budget)  # type: ignore[arg-type]
-    assert (replayed.tokens, replayed.steps) == (20, steps)
+    tau, _, count = replay(Knowing(text.ids.tolist(), right), [(text, 4)], budget)  # type: ignore[arg-type]
+    assert (tau, count) == (20 / steps, steps)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +16,12 @@ from coppice.errors import InvalidField, Unavailable
 from coppice.prompts import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
-from coppice.testing.reference import EPS, Reference, TargetText, judge_token
+from coppice.testing.reference import EPS, TargetText, judge_token
 from coppice.training.data import load_tokenizer
-from lab import measuring
-from lab.measuring import ReferenceProcess
+from lab.measuring import reference_of, reporting
 from lab.options import Options
 from lab.questions import Question, own_prompts, read_questions
-from lab.report import Report, Row, exactness_checks, make_row, repeat_share, table, verdicts_of
+from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 
@@ -48,30 +43,31 @@ def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
     fast = make_row("route", answers, ["identical", "tie"], 31)
     assert [(row["tau"], row["tokens_per_s"]) for row in (plain, fast)] == [(1.0, 2.0), (8 / 3, 4.0)]
     assert (fast["prompts"], fast["tokens"], fast["late_drafts"], verdicts_of(fast)) == (2, 10, 2, "1/1/0")
-    assert (fast["draft_share"], fast["verified_nodes"], fast["repeat_share"]) == (0.1, 4.0, 0.0)
-    assert [repeat_share(ids) for ids in ([1, 2, 3], range(10), [1] * 8)] == [0.0, 0.0, 0.8]
+    assert (fast["draft_share"], fast["verified_nodes"]) == (0.1, 4.0)
     report = Report("demo", "float32", 1)
     report.add_methods([plain, fast], 64)
     assert [row["speedup"] for row in report.rows] == [1.0, 2.0]
 
 
-def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_is_a_note() -> None:
-    row = make_row("route", [completion([2, 2], 1.0, "a")], ["identical"], 31)
-
-    def signs(row: Row, dtype: str, tokens: int) -> list[str]:
-        report = Report("demo", dtype, 2, checks=exactness_checks([row], dtype, tokens))
-        console = Console(width=80, file=io.StringIO())
-        report.print(console)
-        assert isinstance(console.file, io.StringIO)
-        lines = [line.split()[0] for line in console.file.getvalue().splitlines()]
-        assert report.ok == ("FAILED" not in lines)
-        return lines
-
-    assert signs(row, "float32", 64) == ["ok", "ok", "ok"]
-    assert signs(row | {"wrong": 1}, "float32", 64) == ["FAILED", "ok", "ok"]
-    assert signs(row | {"ties": 1}, "float32", 64) == ["ok", "FAILED", "ok"]
-    assert signs(row | {"ties": 1}, "bfloat16", 64) == ["ok", "ok"]
-    assert signs(row, "float32", 63) == signs(row | {"tau": 1.3}, "float32", 64) == ["ok", "ok", "weak"]
+@pytest.mark.parametrize(
+    ("changes", "dtype", "tokens", "signs"),
+    [
+        ({}, "float32", 64, ["ok", "ok", "ok"]),
+        ({"wrong": 1}, "float32", 64, ["FAILED", "ok", "ok"]),
+        ({"ties": 1}, "float32", 64, ["ok", "FAILED", "ok"]),
+        ({"ties": 1}, "bfloat16", 64, ["ok", "ok"]),
+        ({}, "float32", 63, ["ok", "ok", "weak"]),
+        ({"tau": 1.3}, "float32", 64, ["ok", "ok", "weak"]),
+    ],
+)
+def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_is_a_note(
+    changes: Row, dtype: str, tokens: int, signs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = make_row("route", [completion([2, 2], 1.0, "a")], ["identical"], 31) | changes
+    report = Report("demo", dtype, 2, checks=exactness_checks([row], dtype, tokens))
+    report.print(Console())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == signs
+    assert report.ok == ("FAILED" not in signs)
 
 
 def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
@@ -86,18 +82,13 @@ def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
 
 
 def test_figures_that_were_measured_survive_what_comes_later(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @contextmanager
-    def running(*_: object) -> Iterator[Any]:
-        yield SimpleNamespace(address="127.0.0.1:1")
-
-    monkeypatch.setattr(measuring, "running", running)
-    options = Options(target=target, dtype="float32", json_file=tmp_path / "run.json")
+    options = Options(dtype="float32", json_file=tmp_path / "run.json")
 
     def broken_off() -> None:
-        with measuring.measuring("bench run", options.spec(), options) as bench:
-            bench.report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
+        with reporting("bench run", options.spec(), options) as report:
+            report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
             raise Unavailable("the verifier is gone")
 
     with pytest.raises(Unavailable):
@@ -232,24 +223,15 @@ def test_a_greedy_token_may_lie_eps_below_the_best_and_a_sampled_one_is_judged_w
             assert judge_token(row, int(row.argmin()), params, position) == "wrong"
 
 
-def test_the_reference_answers_and_judges_here_and_in_a_process_that_may_be_killed(target: Path) -> None:
-    before, here = set(multiprocessing.active_children()), Reference(target, "float32", threads=1)
-    prompt, new, greedy = here.text.encode("def f(x):"), 24, SamplingParams()
-    with ReferenceProcess(StackSpec(target=target, dtype="float32", verifier_threads=1)) as beside:
-        for sampling in (greedy, SamplingParams(temperature=0.8, top_k=40, seed=5)):
-            own, other = (each.generate(prompt, new, sampling) for each in (here, beside))
-            assert (own.ids, own.accept_lengths) == (other.ids, other.accept_lengths)
-            assert (len(own.ids), own.tau, own.steps, min(own.ttft_s, own.decode_s) > 0) == (new, 1.0, new - 1, True)
-            wrong = (*own.ids[:-1], (own.ids[-1] + 1) % 256)
-            for ids, expected, verdict in ((own.ids, own.ids, "identical"), (wrong, own.ids, "wrong")):
-                verdicts = {each.judge(prompt, ids, sampling, expected) for each in (here, beside)}
-                assert verdicts == ({verdict} if sampling is greedy or verdict == "identical" else verdicts)
-            assert beside.redraw(prompt, own.ids, sampling) == here.redraw(prompt, own.ids, sampling)
-        answer = here.greedy(prompt, new).ids
-        assert here.judge(prompt, answer, greedy) == "identical"
-        assert here.judge(prompt, (*answer[:-1], (answer[-1] + 1) % 256), greedy) == "wrong"
-        (child,) = set(multiprocessing.active_children()) - before
-        child.kill()
-        with pytest.raises(Unavailable, match="the process of transformers ended with -9"):
-            beside.greedy(prompt, new)
-    assert set(multiprocessing.active_children()) <= before
+def test_the_reference_answers_and_judges(target: Path) -> None:
+    reference = reference_of(StackSpec(target=target, dtype="float32", verifier_threads=1))
+    prompt, new, greedy = reference.text.encode("def f(x):"), 24, SamplingParams()
+    for sampling in (greedy, SamplingParams(temperature=0.8, top_k=40, seed=5)):
+        own = reference.generate(prompt, new, sampling)
+        assert (len(own.ids), own.tau, own.steps, min(own.ttft_s, own.decode_s) > 0) == (new, 1.0, new - 1, True)
+        assert reference.judge(prompt, own.ids, sampling, own.ids) == "identical"
+    answer = reference.greedy(prompt, new).ids
+    wrong = (*answer[:-1], (answer[-1] + 1) % 256)
+    assert [reference.judge(prompt, ids, greedy) for ids in (answer, wrong)] == ["identical", "wrong"]
+    assert reference.judge(prompt, wrong, greedy, answer) == "wrong"
+    assert reference.redraw(prompt, answer, greedy)[0] == list(answer)

@@ -85,7 +85,8 @@ def test_options_choose_the_heads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert [head.name for head in Options().spec(["lookup"]).heads] == ["lookup"]
     assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
-    assert Options(methods=["route:eagle3-code/lookup", "plain"]).shipped_heads() == ["eagle3-code", "lookup"]
+    named = Options(methods=["route:eagle3-code/lookup", "plain"]).spec(["bigram"])
+    assert [head.name for head in named.heads] == ["eagle3-code", "lookup"]
     assert Options(target=tmp_path).spec(["lookup"]).heads == COUNTED_HEADS
 
 
@@ -123,7 +124,7 @@ def test_rows_and_tables_hold_every_figure() -> None:
     assert fast["speedup"] == pytest.approx(2.0)
     assert fast["draft_share"] == pytest.approx(0.1)
     assert sum(fast["parts_ms"].values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
-    assert {name: figures["answers"] for name, figures in fast["figures"].items()} == {ALL: 16, "a": 8, "b": 8}
+    assert {name: figures["prompts"] for name, figures in fast["figures"].items()} == {ALL: 16, "a": 8, "b": 8}
     assert fast["figures"][ALL]["over_hf"].value == pytest.approx(2.04)
     assert rows[HF_GENERATE]["parts_ms"] == {}
     report, more = Report("bench run", "float32", 2), [row | {"sessions": 4} for row in rows.values()]
@@ -159,7 +160,9 @@ def test_bare_loops_time_what_the_services_would_run(tmp_path: Path) -> None:
 
 
 def bench_of(stack: Stack, client: Client, reference: Reference, new_tokens: int = NEW) -> Bench:
-    return Bench(stack, client, Report("bench run", "float32", 1), Options(max_new_tokens=new_tokens), reference)
+    bench = Bench(stack, client, Report("bench run", "float32", 1), Options(max_new_tokens=new_tokens))
+    bench.reference = reference
+    return bench
 
 
 @pytest.mark.parametrize("sessions", [(1,), (2, 3)])
@@ -175,7 +178,7 @@ def test_every_method_is_timed_and_judged(
     assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
     for (method, temperature, count), row in rows.items():
         answers = 3 if count != 2 else 3 + 1  # the last group is filled up
-        assert (row["prompts"], row["tokens"], row["figures"][ALL]["answers"]) == (answers, NEW * answers, answers)
+        assert (row["prompts"], row["tokens"], row["figures"][ALL]["prompts"]) == (answers, NEW * answers, answers)
         assert (row["wrong"], row["ties"], bool(row["parts_ms"])) == (0, 0, method not in PEERS)
         if method in PEERS:
             assert (row["identical"] > 0) == (temperature == 0 and method != "hf-generate")

@@ -9,7 +9,7 @@ import torch
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
-from lab.measuring import Bench, ReferenceProcess
+from lab.measuring import Bench
 from lab.options import Options
 from lab.report import Report
 from lab.services.asleep import Asleep
@@ -33,7 +33,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_steps_take_the_time_slept_and_more_and_every_process_works_for_them(stack: Stack, client: Client) -> None:
     report = Report("bench services", "bfloat16", 1)
-    run_services(Bench(stack, client, report, OPTIONS, ReferenceProcess(stack.spec)), SMALL, SESSIONS, (0.0, 1.0))
+    run_services(Bench(stack, client, report, OPTIONS), SMALL, SESSIONS, (0.0, 1.0))
     lines = report.figures["services"]
     cells = [(line["T"], line["sessions"], line["method"]) for line in lines]
     assert cells == [(t, count, method) for t in (0.0, 1.0) for count in SESSIONS for method in METHODS]
@@ -52,7 +52,7 @@ def test_steps_take_the_time_slept_and_more_and_every_process_works_for_them(sta
 def test_a_wrong_answer_is_found(stack: Stack, client: Client) -> None:
     report = Report("bench services", "bfloat16", 1)
     other = Asleep(SMALL.t_m_ms, SMALL.t_d_ms, SMALL.vocab_size - 1)
-    run_services(Bench(stack, client, report, OPTIONS, ReferenceProcess(stack.spec)), other, (1,), (0.0,))
+    run_services(Bench(stack, client, report, OPTIONS), other, (1,), (0.0,))
     assert [(check.value, check.ok) for check in report.checks] == [(len(METHODS) * OPTIONS.n, False)]
 
 

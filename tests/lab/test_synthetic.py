@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coppice.cli import main
 from coppice.errors import InvalidField
+from coppice.stack.spec import StackSpec
 from lab import synthetic
 from lab.options import Options
-from lab.synthetic import NOTE, PROFILES, BareTimes, Plan, expected_lines, expected_tau, read_profile, read_shape
+from lab.report import Report
+from lab.synthetic import NOTE, PROFILES, Plan, expected_line, expected_tau, read_profile, read_shape
 
 KINDS = ("eagle3", "specblock")
 METHODS = ["plain", "single:eagle3", "single:specblock"]
@@ -52,19 +53,20 @@ def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: 
 
 
 def test_expected_figures_follow_from_times_and_profile() -> None:
-    spec: Any = SimpleNamespace(heads=[SimpleNamespace(name=kind) for kind in KINDS])
-    plan = Plan(Options(budget=8), spec, (1, 4), {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
-    drafts = {(count, "eagle3"): (8.0, 9.0) for count in (1, 4)}
-    drafts |= {(count, "specblock"): (3.0, 5.0) for count in (1, 4)}
-    times = BareTimes({(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}, drafts)
-    lines = expected_lines(plan, times)
-    plain, eagle, block = lines[:3]
+    report, alphas = Report("bench synthetic", "float32", 1), {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}
+    forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
+    milliseconds = {"eagle3": (8.0, 9.0), "specblock": (3.0, 5.0)}
+    drafts = {(count, kind): times for count in (1, 4) for kind, times in milliseconds.items()}
+    plan = Plan(Options(budget=8), StackSpec.demo(), report, (1, 4), alphas, 200, forwards, drafts)
+    plain, eagle, block = (expected_line(plan, 1, head) for head in ("", *KINDS))
     assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
     assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
     assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
     assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
-    assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
-    assert times.forward_ms(5) == pytest.approx(11.0)
+    assert expected_line(plan, 4, "eagle3")["speedup"] == pytest.approx(
+        4 / 48 * 14
+    )  # four sessions: plain shares its forward too
+    assert plan.forward_ms(5) == pytest.approx(11.0)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +125,3 @@ def test_forwards_are_set_beside_what_memory_moves(
     assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
     assert [row["method"] for row in report["rows"]] == METHODS
     assert report["figures"]["generate"][0]["tokens/s"] > 0
-
-
-@pytest.mark.gpu
-def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(synthetic, "CONTEXT", 64)
-    arguments = ["--shape", str(shape), "--device", "cuda", "--sessions", "2,8", "--budget", "60"]
-    report = measured("synthetic", arguments, monkeypatch, tmp_path)
-    assert report["dtype"] == "bfloat16"
-    assert all(row["t_m_ms"] > 0 for row in report["rows"])

@@ -160,7 +160,7 @@ def facts_of(span: Span) -> dict[str, str]:
 
 
 def traced_stack(target: Path, endpoint: str, logs: Path) -> AbstractContextManager[Stack]:
-    extra = dict.fromkeys(("verifier", "drafter", "orchestrator"), {"telemetry.otlp_endpoint": endpoint})
+    extra = {role: {"telemetry.otlp_endpoint": endpoint} for role in ("verifier", "drafter", "orchestrator")}
     return serving(logs, target, HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"), extra=extra)
 
 

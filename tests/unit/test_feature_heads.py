@@ -181,10 +181,9 @@ class SlowSpecBlock(Slow):
         settings: DrafterSettings,
         widths: Sequence[int] = WIDTHS,
         rank_guided: bool = True,
-        blocks: int = BLOCKS,
     ) -> None:
         super().__init__(folder, target, settings)
-        self.bucket_widths, self.rank_guided, self.blocks = widths, rank_guided, blocks
+        self.bucket_widths, self.rank_guided = widths, rank_guided
 
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
@@ -192,12 +191,8 @@ class SlowSpecBlock(Slow):
         return buckets, [self.bucket_widths[bucket] for bucket in buckets]
 
     def worth(self, score: float, place: int) -> float:
-        """What a node adds to that of its parent when nodes are compared; `place` in its slot's list."""
+        """What a node adds to the score of its parent; `place` in its slot's list."""
         return score
-
-    def sent(self, nodes: dict[Tokens, float], worth: dict[Tokens, float], budget: int) -> dict[Tokens, float]:
-        """All of them: the receiver keeps the likeliest."""
-        return nodes
 
     def states(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int, int, int]]) -> Tensor:
         """(K, hidden) of the last block of `path`: (condition, token, depth, slots seen of the block before)."""
@@ -228,10 +223,9 @@ class SlowSpecBlock(Slow):
 
     def tree(self, text: Text, start: int, job: DraftJob) -> dict[Tokens, float]:
         nodes: dict[Tokens, float] = {}
-        worth: dict[Tokens, float] = {}
         self.said.clear()
         starts: list[tuple[Tokens, list[tuple[Tensor, int, int, int]]]] = [((), [])]
-        for _ in range(self.blocks):
+        for _ in range(BLOCKS):
             following = []
             for path, blocks in starts:
                 states = self.states(text, start, job, blocks)
@@ -250,8 +244,7 @@ class SlowSpecBlock(Slow):
                     listed, spine = order[:width], order.index(greedy)
                     for place, at in enumerate(listed if greedy in listed else [*listed, greedy]):
                         child = (*chain, int(self.ids[at]))
-                        nodes[child] = nodes.get(chain, 0.0) + float(scores[at])
-                        worth[child] = worth.get(chain, 0.0) + self.worth(float(scores[at]), place)
+                        nodes[child] = nodes.get(chain, 0.0) + self.worth(float(scores[at]), place)
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
                         if at == greedy:
                             end = begins
@@ -261,11 +254,11 @@ class SlowSpecBlock(Slow):
                     chain = end[0]
                 if end is not None:
                     following.append(end)
-            edge = edge_of(worth, job.budget)
-            following.sort(key=lambda begin: -worth[begin[0]])
+            edge = edge_of(nodes, job.budget)
+            following.sort(key=lambda begin: -nodes[begin[0]])
             most = min(12, max(1, job.budget // (4 if job.coupled and job.sampling.temperature else 8)))
-            starts = [begin for begin in following[:most] if worth[begin[0]] > edge]
-        return self.sent(nodes, worth, job.budget)
+            starts = [begin for begin in following[:most] if nodes[begin[0]] > edge]
+        return nodes
 
 
 class SlowEagle3(Slow):
