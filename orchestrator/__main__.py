@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from coppice.adaptation.signals import Producer, SignalMetrics
+from coppice.adaptation.signals import Producer
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
@@ -73,7 +73,7 @@ async def serve(settings: Settings) -> int:
     await asyncio.gather(*(head.look_at_all() for head in heads.values()))
     feature_layers(list(heads.values()), "orchestrator.heads")
     async with AsyncExitStack() as stopping:
-        producer = Producer(settings.adaptation.redis, SignalMetrics(metrics.registry), list(heads))
+        producer = Producer(settings.adaptation.redis, metrics.registry, list(heads))
         signals = producer if settings.adaptation.redis else None
         if signals is not None:
             signals.start()

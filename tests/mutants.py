@@ -17,10 +17,10 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, Tail
 from coppice.heads import lm, ngram
+from coppice.heads.feature_head import FeatureHead
 from coppice.heads.tree import Ranking
 from coppice.speculation import sampling
 from orchestrator import loop
-from services.drafter.staging import Swap
 from services.verifier import session, worker
 from services.verifier.session import Job
 
@@ -138,15 +138,14 @@ def _token_repeated_at_resume(patch: Patch) -> None:
 
 
 def _weights_half_swapped(patch: Patch) -> None:
-    def swap(original: Any, self: Swap) -> int:
-        old = self._head.model
-        took: int = original(self)
-        names = list(self._head.model.state_dict())
-        half = {name: old.state_dict()[name] for name in names[: len(names) // 2]}
-        self._head.model.load_state_dict(half, strict=False, assign=True)
-        return took
+    def exchange(original: Any, self: FeatureHead, *new: Any) -> None:
+        old = self.model.state_dict()
+        original(self, *new)
+        names = list(old)
+        half = {name: old[name] for name in names[: len(names) // 2]}
+        self.model.load_state_dict(half, strict=False, assign=True)
 
-    _changed(patch, Swap, "swap", swap)
+    _changed(patch, FeatureHead, "exchange", exchange)
 
 
 def _one_wrong_ancestor(patch: Patch) -> None:

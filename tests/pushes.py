@@ -6,6 +6,8 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -16,7 +18,7 @@ from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
 from coppice.limits import MAX_VERSION_STEP
 from coppice.wire.drafter import WeightsHeader, WeightsPart
-from services.drafter.staging import Swap, staging_for
+from services.drafter.staging import Staging
 
 PART = 4096  # bytes; a tiny head's file in several parts
 MATRICES = ("lm_head.weight", "markov_head.markov_w2.weight")
@@ -82,6 +84,12 @@ class Case:
     head: str
     first: Weights
     live: Weights
+
+    @property
+    def holder(self) -> Any:
+        """As much of the head as a push needs."""
+        description = SimpleNamespace(name=self.head, kind="eagle3")
+        return SimpleNamespace(description=description, weights=self.live, checkpoint=self.first)
 
     @property
     def new(self) -> Weights:
@@ -215,13 +223,17 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
 }
 
 
+def staged(header: WeightsHeader, parts: Sequence[WeightsPart], head: Any) -> Staging:
+    """A push that has come as a whole, to a head or to what stands for one."""
+    staging = Staging(header, head)
+    for part in parts:
+        staging.add(part)
+    return staging
+
+
 @torch.no_grad()
 def swap(head: FeatureHead, weights: Weights, parent: Weights | None = None) -> None:
     """Put weights to use as a push would that starts from `parent`, None: from those in use."""
     header, parts = pack_update(head.description.name, parent or head.weights, weights)
-    staging = staging_for(head, header)
-    for part in parts:
-        staging.add(part)
-    prepared = Swap(head, staging)
-    prepared.swap()
-    prepared.release()
+    staging = staged(header, parts, head)
+    staging.swap(*staging.prepare())

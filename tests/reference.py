@@ -124,38 +124,6 @@ def longest_matching_prefix(tree: DraftTree, target: Callable[[Text], Logits]) -
     return best
 
 
-def sequential_walk(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], rng: np.random.Generator) -> Text:
-    """The seeds' rule: try the children one by one with the target's probability; remove and renormalise on rejection.
-
-    `row_at` gives (V,) probabilities. Returns the accepted tokens and the next root.
-    """
-    node, text = 0, []
-    while True:
-        probs = row_at(node).copy()
-        for child in tree.children()[node]:
-            token = int(tree.tokens[child - 1])
-            if rng.random() < probs[token]:
-                text.append(token)
-                node = child
-                break
-            probs[token] = 0
-            probs /= probs.sum()
-        else:
-            return (*text, int(rng.choice(probs.size, p=probs)))
-
-
-def outcome_law(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], node: int = 0) -> dict[Text, float]:
-    """The exact law of (accepted tokens, next root) when every token is a sample of the target."""
-    children = {int(tree.tokens[child - 1]): child for child in tree.children()[node]}
-    law: dict[Text, float] = {}
-    for token, prob in enumerate(row_at(node).tolist()):
-        if token in children:
-            law |= {(token, *rest): prob * p for rest, p in outcome_law(tree, row_at, children[token]).items()}
-        else:
-            law[(token,)] = prob
-    return law
-
-
 # Statistics.
 
 

@@ -102,7 +102,6 @@ _QUERY = TypeAdapter(QueryRecord)
 
 
 def query_to_fields(record: QueryRecord) -> Fields:
-    """Write a QueryRecord as a stream entry."""
     return {b"meta": _QUERY.dump_json(record)}
 
 
@@ -141,7 +140,6 @@ class Sample:
 
 
 def sample_to_fields(sample: Sample) -> Fields:
-    """Write a Sample as a stream entry."""
     tokens = sample.tokens.astype("<i4").tobytes()
     plain = {b"session": sample.session.encode(), b"dtype": sample.dtype.encode()}
     return plain | {b"tokens": tokens, b"features": sample.features}
@@ -192,18 +190,6 @@ class Bounds:
 
 
 BOUNDS = Bounds()
-
-
-class SignalMetrics:
-    """What a process counts about the records it sends to the adapter: produced = sent + dropped + waiting."""
-
-    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
-        counter = partial(prometheus_client.Counter, registry=registry, namespace="coppice")
-        self.produced = counter("signals_produced", "records made for the adapter", ["stream"])
-        self.sent = counter("signals_sent", "records that Redis took", ["stream"])
-        self.dropped = counter("signals_dropped", "records that were dropped", ["stream", "reason"])
-
-
 _Entry = tuple[Stream, str, Fields]
 """a record on its way, with its key"""
 
@@ -211,9 +197,15 @@ _Entry = tuple[Stream, str, Fields]
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
-    def __init__(self, url: str, metrics: SignalMetrics, heads: Sequence[str], bounds: Bounds = BOUNDS) -> None:
+    def __init__(
+        self, url: str, registry: prometheus_client.CollectorRegistry, heads: Sequence[str], bounds: Bounds = BOUNDS
+    ) -> None:
         """`heads`: those whose demand for samples is followed."""
-        self._metrics, self._heads, self._bounds = metrics, heads, bounds
+        counter = partial(prometheus_client.Counter, registry=registry, namespace="coppice")
+        self._produced = counter("signals_produced", "records made for the adapter", ["stream"])
+        self._taken = counter("signals_sent", "records that Redis took", ["stream"])
+        self._dropped = counter("signals_dropped", "records that were dropped", ["stream", "reason"])
+        self._heads, self._bounds = heads, bounds
         self._demands: dict[str, Demand] = {}
         self._lock = threading.Lock()  # of the queue
         self._entries: deque[_Entry] = deque()
@@ -247,11 +239,9 @@ class Producer:
         return self._demands.get(head, "")
 
     def query(self, head: str, record: QueryRecord) -> None:
-        """Queue a query's record."""
         self._put(("queries", redis_key(head, "queries"), query_to_fields(record)))
 
     def sample(self, head: str, sample: Sample) -> None:
-        """Queue a training sample."""
         self._put(("samples", redis_key(head, "samples"), sample_to_fields(sample)))
 
     # --- the queue ---
@@ -259,7 +249,7 @@ class Producer:
     def _put(self, entry: _Entry) -> None:
         """Queue a record, or drop it where it would exceed a bound."""
         bounds, size = self._bounds, size_of(entry[2])
-        self._metrics.produced.labels(entry[0]).inc()
+        self._produced.labels(entry[0]).inc()
         with self._lock:
             now = time.monotonic()
             earned = (now - self._allowed_at) * bounds.bytes_per_s
@@ -290,7 +280,7 @@ class Producer:
 
     def _drop(self, entries: Sequence[_Entry], reason: str) -> None:
         for stream, *_ in entries:
-            self._metrics.dropped.labels(stream, reason).inc()
+            self._dropped.labels(stream, reason).inc()
 
     # --- the task ---
 
@@ -352,4 +342,4 @@ class Producer:
                 self._drop([(stream, key, fields)], "refused")
             else:
                 self._refusing.discard(key)
-                self._metrics.sent.labels(stream).inc()
+                self._taken.labels(stream).inc()

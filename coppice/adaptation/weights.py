@@ -103,7 +103,6 @@ def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHe
 
 
 def variant_name(variant: int, name: str) -> str:
-    """Return the name of a variant's value of a tensor."""
     return f"{_PREFIX}{variant}.{name}" if variant else name
 
 

@@ -1,8 +1,9 @@
-"""Decide what to train: a cost-aware bandit with the arms skip, head-only and full update, for each kind of text.
+"""Decide what to train, with the arms skip, head-only and full update: two rules, each with a state that is JSON.
 
-The bandit groups texts by the sketches of their prompts. An update makes a *variant* of the head for one kind of text,
-which drafts for half of its texts until it is surely better or worse than what drafts for the other half in the same
-minutes. Pure and deterministic: no clock, no model, no Redis; its state is JSON.
+`Bandit` is cost-aware and groups texts by the sketches of their prompts. An update makes a *variant* of the head for
+one kind of text, which drafts for half of its texts until it is surely better or worse than what drafts for the other
+half in the same minutes. `Paper` is SpecBlock's own rule: one variant for all texts, before and after. Pure and
+deterministic: no clock, no model, no Redis.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pydantic import BaseModel, Field
 
 from coppice.adaptation.signals import Demand, QueryRecord
 from coppice.adaptation.weights import Route, Routes
-from coppice.limits import MAX_KINDS, MAX_VARIANTS
+from coppice.limits import MAX_KINDS, MAX_VARIANTS, SKETCH
+from coppice.speculation.sampling import uniform
 from coppice.v1 import adapter_pb2 as pb
 
 
@@ -140,7 +142,7 @@ class BanditState(BaseModel):
     step_s: float = 0.0  # mean time of a step while nothing is trained
     drag: float = _PRIOR_DRAG  # share by which steps were longer while something was
     values: dict[Arm, float] = Field(default_factory=lambda: dict(PRIOR_VALUES))
-    """share of tokens/s that an arm gains for each unit of the signal, training's cost taken off: a moving mean"""
+    """share of tokens/s that an arm gains for each rejected position a token, training's cost off: a moving mean"""
     updates: dict[Arm, int] = {}  # that were put to use
     text_s: dict[Arm, float] = Field(default_factory=lambda: dict(_PRIOR_TEXT_S))  # of an update, to read a text once
 
@@ -154,10 +156,10 @@ class Bandit:
     """weight of the KL to the head as deployed in the loss of an update"""
     empties = False
     """whether an update uses its texts up"""
+    arms: tuple[Arm, ...] = UPDATES
 
-    def __init__(self, state: BanditState | None = None, most_variants: int = MAX_VARIANTS) -> None:
+    def __init__(self, state: BanditState | None = None) -> None:
         self.state = state or BanditState()
-        self._most_variants = most_variants
 
     def __getitem__(self, number: int) -> KindState:
         """Return kind `number`, from 1."""
@@ -307,7 +309,7 @@ class Bandit:
         """
         kind = self[group]
         users = {variant: user for user in self.state.kinds for variant in (user.variant, user.other) if variant}
-        free = [variant for variant in range(1, self._most_variants + 1) if variant not in users]
+        free = [variant for variant in range(1, MAX_VARIANTS + 1) if variant not in users]
         others = [user for user in users.values() if user is not kind]
         if free or not others:
             return kind.variant, free[0] if free else 0
@@ -338,7 +340,7 @@ class Bandit:
         kind.let(variant, kind.variant, YOUNG_SHARE, version)
         return True
 
-    # --- routes and reports ---
+    # --- routes and a report ---
 
     def follow(self, routes: Routes, version: int) -> None:
         """Take up the routes of earlier weights, which are in use again as `version`."""
@@ -347,44 +349,158 @@ class Bandit:
             kind.let(*((route.variant, route.other, route.share) if route else (0, 0, 0.0)), version)
 
     def routes(self) -> Routes:
-        """Return what drafters choose by."""
+        kinds = self.state.kinds
         return Routes(
-            [
-                Route(tuple(kind.centre), _APART * kind.spread, kind.variant, kind.share, kind.other)
-                for kind in self.state.kinds
-            ]
+            [Route(kind.centre, _APART * kind.spread, kind.variant, kind.share, kind.other) for kind in kinds]
         )
-
-    def actions(self) -> list[pb.ActionStatus]:
-        """Report the arms, with values in share of tokens/s for each rejected position a token."""
-        return [
-            pb.ActionStatus(action=arm, value=self.state.values[arm], updates=self.state.updates.get(arm, 0))
-            for arm in UPDATES
-        ]
 
     def kinds(self, texts: dict[int, int]) -> list[pb.KindStatus]:
         """Report what is known of each kind, with so many texts by group."""
-        return [self._status(number + 1, texts.get(number + 1, 0)) for number in range(len(self.state.kinds))]
-
-    def _status(self, number: int, texts: int) -> pb.KindStatus:
-        kind, best = self[number], self._best(number, texts)
-        gain, error = kind.gain()
-        return pb.KindStatus(
-            kind=number,
-            queries=kind.queries,
-            tau=kind.tau,
-            variant=kind.variant,
-            other=kind.other,
-            share=kind.share,
-            gain=gain,
-            error=error,
-            measured=len(kind.with_variant),
-            texts=texts,
-            updates=kind.updates,
-            saves_s=self.saves(number, best),
-            costs_s=self.costs(number, best, texts),
-        )
+        reports = []
+        for number, kind in enumerate(self.state.kinds, 1):
+            count = texts.get(number, 0)
+            best, (gain, error) = self._best(number, count), kind.gain()
+            report = pb.KindStatus(kind=number, texts=count, gain=gain, error=error, measured=len(kind.with_variant))
+            report.saves_s, report.costs_s = self.saves(number, best), self.costs(number, best, count)
+            for name in ("queries", "tau", "variant", "other", "share", "updates"):
+                setattr(report, name, getattr(kind, name))
+            reports.append(report)
+        return reports
 
 
 def _distance(kind: KindState, sketch: NDArray[np.float64]) -> float:
     return float(np.square(np.array(kind.centre) - sketch).sum())
+
+
+# --- the paper's rule ---
+
+ARMS: dict[str, tuple[Arm, ...]] = {
+    "paper": (Arm.HEAD, Arm.FULL),
+    "head-only": (Arm.HEAD,),
+    "full-only": (Arm.FULL,),
+    "always": (Arm.FULL,),
+}
+GROUPS = {Arm.SKIP: 0, Arm.HEAD: 1, Arm.FULL: 2}  # the buffer of each arm
+EPSILON = (0.30, 0.10)  # chance of a random arm at the first and the last event of the cold start, linear between
+ALPHA = 0.10  # weight of a new reward in a value
+COLD_EVENTS, WARMUP, BLOCKED, LEAST_S, WINDOWS = 8, 10, 2, 5.0, 3
+_EXPLORE, _ARM = 0, 1  # streams of chance
+_EVERYWHERE = 4.0  # a squared distance that no two sketches are apart
+
+
+class PaperState(BaseModel):
+    """What Paper knows."""
+
+    queries: int = 0
+    last_event: int = 0  # number of the query it came after
+    blocked: int = 0
+    s: float = 0.0  # of the latest query
+    trigger_s: float = 0.0  # of the query that filled the buffer
+    variant: int = 0
+    values: dict[Arm, float] = {}
+    """tokens/s that an arm gains for each unit of s"""
+    updates: dict[Arm, int] = {}
+    rates: list[float] = []  # tokens/s of the latest queries on these weights
+    arm: Arm = Arm.SKIP  # of the event that is measured
+    before: list[float] = []  # rates before it
+    taus: list[float] = []  # of the window that is filling
+    windows: list[tuple[float, int]] = []  # mean tau and version of the last ones that closed
+
+
+class Paper:
+    """SpecBlock's rule (section 3.4, appendix A.3, algorithm 1): one variant of the head drafts for all texts.
+
+    Policy `paper` has the actions skip, head-only and full; `head-only` and `full-only` lack one of them, and `always`
+    is online speculative decoding. For its methods see Bandit.
+    """
+
+    demand: Demand = "misses"
+    penalty, empties = 0.01, True
+
+    def __init__(self, policy: str, interval: int, state: PaperState | None = None) -> None:
+        """`interval`: N, queries of a measurement and of a window, and texts of an update."""
+        self.state, self.arms, self._interval = state or PaperState(), ARMS[policy], interval
+        self._always = policy == "always"
+
+    def take(self, record: QueryRecord, live: bool, beside: bool) -> tuple[int, bool]:
+        """Decide what a query's text is for (lines 3 to 8), and measure the query (lines 19 to 21)."""
+        state = self.state
+        state.queries += 1
+        state.s = record.s
+        arm = self._decide(record.s)
+        state.taus.append(record.tau)
+        if live:
+            state.rates = [*state.rates, record.tokens_per_s][-self._interval :]
+        if state.arm is not Arm.SKIP and len(state.rates) == self._interval:
+            if state.trigger_s >= LEAST_S and state.before:  # equation 10; an arm's first observation is its value
+                gain = (statistics.fmean(state.rates) - statistics.fmean(state.before)) / state.trigger_s
+                state.values[state.arm] = (1 - ALPHA) * state.values.get(state.arm, gain) + ALPHA * gain
+            state.arm = Arm.SKIP
+        return GROUPS[arm], False
+
+    def _decide(self, s: float) -> Arm:
+        state = self.state
+        blocked = state.blocked > 0 or state.queries <= min(WARMUP, self._interval)
+        state.blocked = max(0, state.blocked - 1)
+        if not s or (blocked and not self._always):
+            return Arm.SKIP
+        if self._always:
+            return Arm.FULL
+        first, last = EPSILON
+        events = sum(state.updates.values())
+        epsilon = first + (last - first) * events / (COLD_EVENTS - 1)
+        if events < COLD_EVENTS and uniform(0, state.last_event, _EXPLORE) < epsilon:
+            return self.arms[int(uniform(0, state.last_event, _ARM) * len(self.arms))]
+        best = max(self.arms, key=lambda arm: state.values.get(arm, math.inf))
+        return best if events < COLD_EVENTS or s * state.values.get(best, math.inf) > 0 else Arm.SKIP
+
+    def settle(self, record: QueryRecord, live: int, newest: int) -> Verdict | None:
+        """Go back when tau has fallen over three windows (lines 22 to 24); else the window's version is a good one."""
+        state = self.state
+        if len(state.taus) < self._interval:
+            return None
+        state.windows = [*state.windows, (statistics.fmean(state.taus), live)][-WINDOWS:]
+        state.taus = []
+        taus = [tau for tau, _ in state.windows]
+        if len(taus) == WINDOWS and taus[0] > taus[1] > taus[2]:
+            if state.windows[0][1] != live:
+                return Verdict("revert", f"tau fell: {', '.join(f'{tau:.2f}' for tau in taus)}", state.windows[0][1])
+            self.follow(self.routes(), live)  # the traffic has changed: measurements are void, the weights are not
+        return Verdict("good", version=live)
+
+    def choose(self, group: int, texts: int) -> Arm:
+        """Choose the arm of a buffer that is full (lines 12 and 13), while no event is measured."""
+        state = self.state
+        measured = state.arm is Arm.SKIP and len(state.rates) >= min(WARMUP, self._interval)
+        ready = texts >= self._interval and measured
+        if self._always:
+            ready = texts > 0 and state.queries % self._interval == 0
+        if not ready:
+            return Arm.SKIP
+        if state.arm is Arm.SKIP:
+            state.trigger_s = state.s
+        return list(Arm)[group]
+
+    def variants(self, group: int) -> tuple[int, int]:
+        """Train the one variant further."""
+        return self.state.variant, 1
+
+    def trained(self, group: int, arm: Arm, result: Trained | None, variant: int, version: int) -> bool:
+        """Put every update to use, and begin an event (lines 16 and 17)."""
+        if result is None:
+            return False
+        state = self.state
+        state.last_event, state.blocked, state.variant = state.queries, BLOCKED, variant
+        state.updates[arm] = state.updates.get(arm, 0) + 1
+        state.arm, state.before, state.rates = arm, state.rates, []
+        return True
+
+    def follow(self, routes: Routes, version: int) -> None:
+        """Reset the values (line 23): earlier weights are in use again."""
+        state, first = self.state, next(iter(routes.routes), None)
+        state.values, state.rates, state.taus, state.windows, state.arm = {}, [], [], [], Arm.SKIP
+        state.variant, state.blocked = first.variant if first else 0, BLOCKED
+
+    def routes(self) -> Routes:
+        """Let the variant draft for all texts."""
+        return Routes([Route([0.0] * SKETCH, _EVERYWHERE, self.state.variant, 1.0)] if self.state.variant else [])

@@ -78,7 +78,6 @@ class Groups:
             self.take(sample)
 
     def forget(self, group: int) -> None:
-        """Empty a group."""
         self._texts.pop(group, None)
 
     def counts(self) -> dict[int, int]:
@@ -127,7 +126,6 @@ class Texts(Teacher):
         """`final` is (S, T, D) log-probabilities of the token behind each"""
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return `final`, which is that already."""
         return final
 
 
@@ -178,7 +176,6 @@ class Learner:
         """set by another thread: no more optimiser steps"""
 
     def texts(self, samples: Sequence[Sample]) -> Texts:
-        """Return samples as the losses read them."""
         return Texts(samples, self._draft_number, self._draft_count)
 
     def learn(

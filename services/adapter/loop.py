@@ -16,7 +16,7 @@ import structlog
 from torch import Tensor
 
 from coppice import failpoints
-from coppice.adaptation.signals import Demand, QueryRecord, Sample
+from coppice.adaptation.signals import Demand, QueryRecord
 from coppice.adaptation.weights import ROUTES, Routes, Weights, variant_name
 from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
@@ -24,11 +24,10 @@ from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_HISTORY
 from coppice.v1 import adapter_pb2 as pb
 
-from .decide import Arm, Bandit, Verdict
+from .decide import Arm, Bandit, Paper, Verdict
 from .learn import Groups, Learner
-from .paper import Paper
 from .push import Replicas
-from .state import AdapterMetrics, Change, QueryPoint, State, Versions
+from .state import AdapterMetrics, State, Versions
 
 POLL_S = 1.0
 """time between two looks at the replicas"""
@@ -68,8 +67,8 @@ class HeadLoop:
         self._replicas, self._settings, self._folder = replicas, settings, folder
         self._on_thread, self._metrics = on_thread, metrics
         self._versions = Versions(folder, replicas.checkpoint)
-        self._live = replicas.checkpoint
         self._groups = Groups(lambda reason: metrics.dropped.labels(name, reason).inc())
+        self.take_sample = self._groups.take
         self._work: asyncio.Queue[Work] = asyncio.Queue()
         self._doing = STANDING_BY
         self._remember(State())
@@ -98,21 +97,20 @@ class HeadLoop:
         self._remember(state := State.load(self._folder))
         for number in (state.live, state.good, 0):
             try:
-                self._live = await asyncio.to_thread(self._versions.load, number)
+                weights = await asyncio.to_thread(self._versions.load, number)
                 break
             except InvalidField as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
-        if self._live.version != state.live:
-            state.good = self._live.version
-            self._rule.follow(Routes.of(self._live.tensors), state.good)
+        if weights.version != state.live:
+            state.good = weights.version
+            self._rule.follow(Routes.of(weights.tensors), state.good)
         state.newest = max([state.newest, state.live, *self._versions.numbers()])
-        self._use(self._live)
+        self._use(weights)
         await self._keep_up()
         self._doing = "idle"
         log.info("adapting", head=self.name, version=state.live, replicas=len(self._replicas.status()))
 
     async def run(self) -> None:
-        """Train, push and look after replicas for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._replicas.follow())
             group.create_task(self._look_after_replicas())
@@ -126,7 +124,6 @@ class HeadLoop:
         await self._replicas.close()
 
     async def _do_work(self) -> None:
-        """Train and change weights, one thing at a time."""
         while True:
             work = await self._work.get()
             self._doing = "syncing"
@@ -157,10 +154,6 @@ class HeadLoop:
 
     # --- records ---
 
-    def take_sample(self, sample: Sample) -> None:
-        """Hold a sample until its query's end says what it is for."""
-        self._groups.take(sample)
-
     def take_query(self, record: QueryRecord) -> None:
         """Measure a query, judge the weights in use, and choose what to do with its text."""
         state, rule, metrics = self.state, self._rule, self._metrics
@@ -180,9 +173,9 @@ class HeadLoop:
         for number, count in self._groups.counts().items():
             metrics.waiting.labels(self.name, str(number)).set(count)
         state.queries += 1
-        version = state.live if live else None
         figures = {"tau": record.tau, "tokens_per_s": record.tokens_per_s, "s": record.s}
-        state.history.append(QueryPoint(query=state.queries, **figures, version=version, action=arm.value))
+        version = state.live if live else None  # the weights changed meanwhile
+        state.history.append({"query": state.queries, **figures, "version": version, "action": arm.value})
         del state.history[:-MAX_HISTORY]
 
     def _choose(self, group: int) -> Arm:
@@ -204,7 +197,7 @@ class HeadLoop:
 
     async def _update(self, group: int, arm: Arm) -> None:
         """Train a variant on the texts of a group, and put it to use if the rule says so."""
-        rule, live, names = self._rule, self._live.tensors, self._replicas.checkpoint.tensors.keys()
+        rule, live, names = self._rule, self._replicas.live.tensors, self._replicas.checkpoint.tensors.keys()
         texts, held_out = self._groups.of(group)
         begin, variant = rule.variants(group)
         if not variant or not texts:
@@ -263,7 +256,7 @@ class HeadLoop:
     async def _release(self, tensors: dict[str, Tensor], what: str, why: str, train_s: float = 0.0) -> None:
         """Give every replica the live weights with some tensors added or replaced, and the rule's routes."""
         changed = tensors | {ROUTES: self._rule.routes().tensor()}
-        weights = await asyncio.to_thread(self._live.changed, changed, self.state.next_number())
+        weights = await asyncio.to_thread(self._replicas.live.changed, changed, self.state.next_number())
         await self._go_live(weights, what, why, train_s)
 
     async def _go_live(self, weights: Weights, what: str, why: str, train_s: float = 0.0) -> None:
@@ -274,30 +267,23 @@ class HeadLoop:
         await self._replicas.bring()
         sync_s = time.monotonic() - began
         self._metrics.sync_seconds.labels(self.name).observe(sync_s)
-        times = {"train_s": train_s, "sync_s": sync_s}
-        state.changes.append(Change(query=state.queries, what=what, version=weights.version, **times, why=why))
+        facts = {"what": what, "version": weights.version, "why": why}
+        state.changes.append({"query": state.queries, **facts, "train_s": train_s, "sync_s": sync_s})
         del state.changes[:-_CHANGES]
-        log.info("weights changed", head=self.name, what=what, version=weights.version, why=why)
+        log.info("weights changed", head=self.name, **facts)
 
     def _use(self, weights: Weights) -> None:
-        self._live, self.state.live = weights, weights.version
+        self.state.live = weights.version
         self._replicas.use(weights)
         self._metrics.version.labels(self.name).set(weights.version)
 
     async def _keep_up(self) -> None:
         """Bring replicas that came, restarted or were pushed something else to the live weights.
 
-        A replica refuses versions up to its own: the live weights then get a higher number.
+        Next weights get a number above those that replicas have for these: queries are told apart by it.
         """
-        state, replicas, live = self.state, self._replicas, self._live
-        await replicas.bring()
-        if ahead := replicas.ahead:
-            state.newest = max(state.newest, ahead)
-            renumbered = live.changed({}, state.next_number())
-            await asyncio.to_thread(self._versions.save, renumbered, state.good)
-            if self._live is live:  # else they have been replaced meanwhile
-                self._use(renumbered)
-            await replicas.bring()
+        await self._replicas.bring()
+        self.state.newest = max(self.state.newest, *self._replicas.numbers())
 
     # --- operators ---
 
@@ -328,33 +314,36 @@ class HeadLoop:
 
     def status(self, history: int) -> pb.HeadStatus:
         """Report what the loop does and knows, with that many of the latest queries."""
-        state, rule, actions = self.state, self._rule, self._rule.actions()
+        state, rule = self.state, self._rule
+        values, updates = rule.state.values, rule.state.updates
         return pb.HeadStatus(
             head=self.name,
             policy=self._settings.policy,
             paused=state.paused,
             doing=self._doing if self.active() else STANDING_BY,
             version=state.live,
-            weights_hash=self._live.hash,
+            weights_hash=self._replicas.live.hash,
             good_version=state.good,
             queries=state.queries,
-            events=sum(action.updates for action in actions),
+            events=sum(updates.values()),
             reverts=state.reverts,
-            actions=actions,
+            actions=[
+                pb.ActionStatus(action=arm, value=values.get(arm), updates=updates.get(arm, 0)) for arm in rule.arms
+            ],
             kinds=rule.kinds(self._groups.counts()) if isinstance(rule, Bandit) else [],
             replicas=self._replicas.status(),
-            history=[pb.QueryPoint(**dict(point)) for point in state.history[-history:] if history],
+            history=[pb.QueryPoint(**point) for point in state.history[-history:] if history],
             versions=_versions(state.history),
-            changes=[pb.Change(**dict(change)) for change in state.changes],
+            changes=[pb.Change(**change) for change in state.changes],
         )
 
 
-def _versions(history: Sequence[QueryPoint]) -> list[pb.VersionStatus]:
+def _versions(history: Sequence[dict[str, Any]]) -> list[pb.VersionStatus]:
     """Return the mean tau of the queries that lived on each version."""
     taus: dict[int, list[float]] = defaultdict(list)
     for point in history:
-        if point.version is not None:
-            taus[point.version].append(point.tau)
+        if point["version"] is not None:
+            taus[point["version"]].append(point["tau"])
     return [
         pb.VersionStatus(version=version, queries=len(taus[version]), tau=statistics.fmean(taus[version]))
         for version in sorted(taus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -33,21 +33,16 @@ from .state import AdapterMetrics
 log = structlog.get_logger()
 
 DESCRIBE_S, PUSH_S = 5.0, 60.0
-MOST_AHEAD = 3
-"""Looks in a row at which a replica may be ahead of the weights that it is to use; then it counts as silent"""
 
 
 class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
     """One drafter that weights are pushed to; an async context manager that closes its channel."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
-        """Connects with the first call."""
         self.address = address
         self.used: HeadDescription | None = None
         """what it answered last, None: it did not"""
         self.trouble = ""
-        self.times_ahead = 0
-        """in a row"""
         self._channel = dialer.open(address)
         self._stub = Stub(self._channel, drafter_pb2)
 
@@ -64,14 +59,9 @@ class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
         What was pushed may be in use also when this raises DeadlineExceeded or Unavailable: the same push again is
         acknowledged then. Raises the CoppiceError it was refused with, InvalidField on an answer about other weights.
         """
-
-        async def messages() -> AsyncIterator[drafter_pb2.SyncWeightsRequest]:
-            yield weights_to_wire(header)
-            for part in parts:
-                yield weights_to_wire(part)
-
+        messages: Sequence[WeightsHeader | WeightsPart] = (header, *parts)
         try:
-            synced = read_synced(await self._stub.SyncWeights(messages(), timeout=PUSH_S))
+            synced = read_synced(await self._stub.SyncWeights(map(weights_to_wire, messages), timeout=PUSH_S))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         if (synced.version, synced.weights_hash) != (header.version, header.weights_hash):
@@ -79,7 +69,6 @@ class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
         return synced
 
     async def close(self) -> None:
-        """End the channel."""
         await self._channel.close()
 
     async def __aexit__(self, *_: object) -> None:
@@ -102,7 +91,7 @@ class Replicas:
         self._head, self._where, self._metrics = head, where, metrics
         self._dialer = dataclasses.replace(dialer, head=head)
         self._may_push = may_push
-        self.checkpoint = self._before = self._live = checkpoint
+        self.checkpoint = self._before = self.live = checkpoint
         self._links: dict[str, DrafterLink] = {}
         self._busy = asyncio.Lock()
 
@@ -111,8 +100,7 @@ class Replicas:
         await self._where.run(lambda addresses: None)
 
     def use(self, weights: Weights) -> None:
-        """Set what replicas are to use."""
-        self._before, self._live = self._live, weights
+        self._before, self.live = self.live, weights
 
     async def bring(self) -> None:
         """Ask every replica that the directory names what it uses, and push the live weights to those of others."""
@@ -129,18 +117,10 @@ class Replicas:
             await asyncio.gather(*map(self._bring, self._links.values()))
         self._metrics.stale.labels(self._head).set(sum(not self._is_current(link) for link in self._links.values()))
 
-    @property
-    def ahead(self) -> int:
-        """The highest version of a replica that uses other weights under the live ones' number or a higher one, or 0.
-
-        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
-        """
-        return max((self._lead(link) for link in self._links.values()), default=0)
-
     def numbers(self) -> set[int]:
         """Return the numbers that the live weights have, here and at replicas."""
         current = filter(self._is_current, self._links.values())
-        return {self._live.version, *(link.used.weights_version for link in current if link.used)}
+        return {self.live.version, *(link.used.weights_version for link in current if link.used)}
 
     def status(self) -> list[pb.ReplicaStatus]:
         """Report each replica as it answered last."""
@@ -155,48 +135,42 @@ class Replicas:
         ]
 
     async def close(self) -> None:
-        """End the channels."""
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def _is_current(self, link: DrafterLink) -> bool:
-        return link.used is not None and link.used.weights_hash == self._live.hash
-
-    def _lead(self, link: DrafterLink) -> int:
-        """Return the version of a replica that is ahead, else 0."""
-        ahead = link.used and not self._is_current(link) and link.used.weights_version >= max(1, self._live.version)
-        return link.used.weights_version if link.used and ahead else 0
+        return link.used is not None and link.used.weights_hash == self.live.hash
 
     async def _describe(self, link: DrafterLink) -> None:
-        """Ask a replica what it uses. One that says what cannot be, or is ahead again and again, counts as silent."""
+        """Ask a replica what it uses. One with a version far above any that it was given counts as silent."""
         try:
-            used = link.used = await link.describe()
+            link.used = await link.describe()
         except CoppiceError as error:
             link.used = None
             self._note(link, f"does not answer: {error}")
             return
-        ahead = self._lead(link) > 0
-        link.times_ahead = 0 if self._is_current(link) else link.times_ahead + ahead
-        impossible = used.weights_version > self._live.version + MAX_VERSION_STEP
-        if impossible or (ahead and link.times_ahead > MOST_AHEAD):
+        version = link.used.weights_version
+        if version > self.live.version + MAX_VERSION_STEP:
             link.used = None
-            self._note(link, f"uses version {used.weights_version}, which is not of this adapter's making")
+            self._note(link, f"uses version {version}, which is not of this adapter's making")
             return
-        self._metrics.live.labels(self._head, link.address).set(used.weights_version)
+        self._metrics.live.labels(self._head, link.address).set(version)
 
     async def _bring(self, link: DrafterLink) -> None:
-        """Push what this replica lacks beside what it uses now. What fails is tried again with the next look."""
+        """Push what this replica lacks beside what it uses now, under a number above its own: it refuses any other.
+        What fails is tried again with the next look.
+        """
         await self._describe(link)
-        used, live, before = link.used, self._live, self._before
-        if used is None or self._lead(link):  # it refuses a number that is not above its own
+        used, live, parent = link.used, self.live, self.checkpoint
+        if used is None:
             return
         if self._is_current(link):
             link.trouble = ""
             return
-        knows = (used.weights_version, used.weights_hash) == (before.version, before.hash)
-        adds = before.tensors.keys() <= live.tensors.keys()  # an update takes no tensors away
-        header, parts = await asyncio.to_thread(
-            pack_update, self._head, before if knows and adds else self.checkpoint, live
-        )
+        adds = self._before.tensors.keys() <= live.tensors.keys()  # an update takes no tensors away
+        if used.weights_hash == self._before.hash and adds:
+            parent = self._before.changed({}, used.weights_version)
+        pushed = live.changed({}, max(live.version, used.weights_version + 1))
+        header, parts = await asyncio.to_thread(pack_update, self._head, parent, pushed)
         if not self._may_push():
             return
         try:
@@ -204,7 +178,7 @@ class Replicas:
             synced = await link.push(header, parts)
             failpoints.hit("adapter.acknowledge")
         except CoppiceError as error:
-            self._note(link, f"refused version {live.version}: {error}")
+            self._note(link, f"refused version {pushed.version}: {error}")
             return
         log.info("pushed", replica=link.address, version=synced.version, bytes=header.size)
         await self._describe(link)

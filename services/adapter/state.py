@@ -21,8 +21,7 @@ from coppice.adaptation.signals import Stream
 from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField
 
-from .decide import BanditState
-from .paper import PaperState
+from .decide import BanditState, PaperState
 
 log = structlog.get_logger()
 
@@ -82,29 +81,6 @@ class Versions:
         return self.folder / f"version-{number:08d}.safetensors"
 
 
-class QueryPoint(BaseModel):
-    """One query, as the adapter's status tells of it."""
-
-    query: int
-    tau: float
-    tokens_per_s: float
-    s: float
-    version: int | None
-    """None: the weights changed meanwhile"""
-    action: str
-
-
-class Change(BaseModel):
-    """One change of the weights, as the adapter's status tells of it."""
-
-    query: int
-    what: str
-    version: int
-    train_s: float
-    sync_s: float
-    why: str
-
-
 class State(BaseModel):
     """Everything that outlives the process. What records changed and how far they were read is saved together."""
 
@@ -123,8 +99,10 @@ class State(BaseModel):
     """the highest number that was ever given to a version"""
     queries: int = 0
     reverts: int = 0
-    history: list[QueryPoint] = []
-    changes: list[Change] = []
+    history: list[dict[str, Any]] = []
+    """fields of each `QueryPoint` of the adapter's status"""
+    changes: list[dict[str, Any]] = []
+    """fields of each `Change` of it"""
     _file: Path = PrivateAttr(Path(FILE))
 
     @classmethod
@@ -141,7 +119,6 @@ class State(BaseModel):
         return state
 
     def save(self) -> None:
-        """Write it to the folder that it was loaded from."""
         _replace(self._file, self.model_dump_json().encode())
 
     def next_number(self) -> int:

@@ -13,7 +13,7 @@ import grpc.aio
 import structlog
 from prometheus_client import CollectorRegistry
 
-from coppice.adaptation.signals import Producer, SignalMetrics
+from coppice.adaptation.signals import Producer
 from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
@@ -42,8 +42,7 @@ from coppice.wire.drafter import (
 )
 
 from .following import Following, LocalVerifier, Verifiers
-from .samples import Samples
-from .worker import Answer, Worker
+from .worker import Answer, Samples, Worker
 
 log = structlog.get_logger()
 
@@ -52,8 +51,6 @@ DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
 
 class WeightSync:
-    """Takes pushes for a worker's head."""
-
     def __init__(self, worker: Worker, waits: StreamWaits) -> None:
         self._worker, self._waits = worker, waits
         self._turn = asyncio.Lock()
@@ -227,7 +224,7 @@ class Drafters:
         settings = next(iter(each.values()))
         metrics = SessionMetrics("drafter", registry)
         self.registry = metrics.registry
-        self._producer = Producer(settings.adaptation.redis, SignalMetrics(metrics.registry), list(each))
+        self._producer = Producer(settings.adaptation.redis, metrics.registry, list(each))
         self._sends = bool(settings.adaptation.redis)
         self.workers = {
             name: Worker(
@@ -252,7 +249,6 @@ class Drafters:
             self._producer.start()
 
     async def stop(self) -> None:
-        """Let go of them."""
         self._watching.cancel()
         for worker in self.workers.values():
             await worker.stop()

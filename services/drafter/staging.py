@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,18 +26,22 @@ _NAME_CHARS = 80  # of a name that the sender made up, in the answer to it
 
 
 class Staging:
-    """One push: its header is checked at once, its parts as they come, the tensors at the end."""
+    """One push to a head: its header is checked at once, its parts as they come, the tensors at the end."""
 
-    def __init__(self, header: WeightsHeader, head: str, live: Weights, first: Weights) -> None:
-        """live: the weights in use, first: version 0, the checkpoint. Either may be the parent.
+    def __init__(self, header: WeightsHeader, head: Head) -> None:
+        """The parent is what the head uses, or version 0, its checkpoint.
 
         Raises StaleFence when the push is for another head, not above the version in use or for another parent, and
-        InvalidField when it announces what is in use already, a version far above it, or more bytes than a file of all
-        of the head's tensors has. The one in use once more is no error: see `in_use`.
+        InvalidField when the head's weights cannot be replaced, and when the push announces what is in use already, a
+        version far above it, or more bytes than a file of all of the head's tensors has. The one in use once more is no
+        error: see `in_use`.
         """
-        self.header, self.live = header, live
-        if header.head != head:
-            raise StaleFence(f"these weights are for the head {header.head}; this drafter serves {head}")
+        name, live, first = head.description.name, head.weights, head.checkpoint
+        if live is None or first is None:
+            raise InvalidField("header.head", f"a {head.description.kind} head has no weights that can be replaced")
+        if header.head != name:
+            raise StaleFence(f"these weights are for the head {header.head}; this drafter serves {name}")
+        self.header, self._head, self._live = header, head, live
         self.in_use = (header.version, header.weights_hash) == (live.version, live.hash)
         """the push repeats what is in use: to be acknowledged, its parts do not matter"""
         if self.in_use:
@@ -105,6 +109,28 @@ class Staging:
             )
         return weights
 
+    def prepare(self) -> tuple[Weights, dict[int, Any], Routes]:
+        """What the head is to exchange; any thread may make it while others draft.
+
+        Raises what `finish` and `Routes.of` raise.
+        """
+        weights, head = self.finish(), cast(Any, self._head)
+        routes = Routes.of(weights.tensors)
+        return weights, head.models_of(weights), routes
+
+    def swap(self, weights: Weights, models: dict[int, Any], routes: Routes) -> tuple[int, dict[int, Any]]:
+        """Put what `prepare` made to use; how long that took, nanoseconds, and the old models. Call it on the head's
+        thread between drafts.
+
+        Raises StaleFence when the head's weights are no longer those that the push was checked against.
+        """
+        head = cast(Any, self._head)
+        if head.weights is not self._live:
+            raise StaleFence(f"version {head.weights.version} came into use while version {weights.version} was made")
+        began, old = time.perf_counter_ns(), head.models
+        head.exchange(weights, models, routes)
+        return time.perf_counter_ns() - began, old
+
 
 def read_file(path: str, parent: Weights) -> dict[str, Tensor]:
     """Copy the tensors out of a safetensors file: the parent's, or variants of them, in float32, in its shapes, finite.
@@ -131,43 +157,3 @@ def read_file(path: str, parent: Weights) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise InvalidField("file", f"is no safetensors file: {str(error)[:_NAME_CHARS]}") from None
     return tensors
-
-
-def staging_for(head: Head, header: WeightsHeader) -> Staging:
-    """Return what takes the parts of a push; its parent is what is in use or the checkpoint.
-
-    Raises what Staging raises, and InvalidField when the head has no weights that can be replaced.
-    """
-    if head.weights is None or head.checkpoint is None:
-        raise InvalidField("header.head", f"a {head.description.kind} head has no weights that can be replaced")
-    return Staging(header, head.description.name, head.weights, head.checkpoint)
-
-
-class Swap:
-    """The models of a push, in the head's dtype and on its device."""
-
-    def __init__(self, head: Any, staging: Staging) -> None:
-        """Make them; any thread may while others draft. Raises what `Staging.finish` and `Routes.of` raise."""
-        self._head, self._weights, self._replaces = head, staging.finish(), staging.live
-        self._routes = Routes.of(self._weights.tensors)
-        self._models = head.models_of(self._weights)
-
-    def swap(self) -> int:
-        """Put them to use, and return how long that took, nanoseconds. Call it on the head's thread between drafts.
-
-        Raises StaleFence when the head's weights are no longer those that the push was checked against.
-        """
-        head, weights = self._head, self._weights
-        if head.weights is not self._replaces:
-            raise StaleFence(
-                f"version {weights.version} was made to replace version {self._replaces.version}; version "
-                f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
-            )
-        began, old = time.perf_counter_ns(), head.models
-        head.exchange(weights, self._models, self._routes)
-        self._models = old
-        return time.perf_counter_ns() - began
-
-    def release(self) -> None:
-        """Free the old models. It takes a while: call it on another thread than the head's."""
-        del self._models

@@ -8,22 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
 from coppice import failpoints
+from coppice.adaptation.signals import Producer, Sample
 from coppice.engine.batching import BatchingThread
 from coppice.errors import Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import MAX_CONTEXT
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
-from coppice.wire.common import Fence, committed_hash
-from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
-
-from .samples import Samples
+from coppice.wire.common import Features, Fence, committed_hash
+from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
 if TYPE_CHECKING:
     from .staging import Staging
@@ -32,6 +32,9 @@ log = structlog.get_logger()
 
 HASH_CHUNK = 4096  # prompt ids hashed before other sessions get their turn
 MAX_BACKLOG = 32  # steps not taken
+WINDOW = 64
+"""positions of a sample"""
+_LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
 
 Answer = DraftOpened | TreeDelta | Exception
 
@@ -64,7 +67,6 @@ class Session:
             raise Overloaded(f"more than {MAX_BACKLOG} steps are waiting")
 
     def append(self, ids: Sequence[int]) -> None:
-        """Commit ids."""
         self.hash = committed_hash(ids, self.hash)
         self.length += len(ids)
 
@@ -104,10 +106,12 @@ class Waiting:
         parts, fence = self.parts, self.fence
         nodes, last = _joined([part.nodes for part in parts]), parts[-1].last
         step = fence.step - failpoints.hit("drafter.stale")
+        if failpoints.hit("drafter.garbage"):
+            nodes = replace(nodes, parents=nodes.parents + len(nodes))  # behind their children
         q_rows = [part.q_rows for part in parts if part.q_rows is not None]
         delta = TreeDelta(
             fence=Fence(step, fence.committed_len, fence.committed_hash, weights_version, fence.deadline_ns),
-            nodes=garbage(nodes) if failpoints.hit("drafter.garbage") else nodes,
+            nodes=nodes,
             last=last,
             forward_ns=forward_ns,
             total_ns=time.perf_counter_ns() - self.arrived_ns,
@@ -129,15 +133,60 @@ def _joined(trees: list[DraftTree]) -> DraftTree:
     return DraftTree(*(np.concatenate([getattr(tree, name) for tree in trees]) for name in names))
 
 
-def garbage(tree: DraftTree) -> DraftTree:
-    """An invalid tree of n >= 1 nodes: a parent that comes later, an id outside the vocabulary, or a NaN score."""
-    n = max(1, len(tree))
-    tokens = np.resize(tree.tokens, n) if len(tree) else np.zeros(n, np.int64)
-    spoiled = DraftTree(tokens, np.arange(n), np.full(n, -0.5, np.float32))
-    faults = ((spoiled.parents, n), (spoiled.tokens, 2**31 - 1), (spoiled.log_probs, np.nan))
-    array, value = faults[int(tokens.sum()) % 3]
-    array[-1] = value
-    return spoiled
+class _Window:
+    """A session's latest committed positions: at most WINDOW ids and feature rows."""
+
+    def __init__(self, opening: OpenDraft, features: Features) -> None:
+        self.session = opening.session
+        self.ids: list[int] = []
+        self.rows: list[bytes] = []
+        self.append(opening.ids, features)
+        self.sampled = self.end  # the end of the last sample, before the first one the prompt's end
+
+    def append(self, ids: list[int], features: Features) -> None:
+        """Take the features of positions up to a new end, `ids` those of its last positions."""
+        count = min(features.count, len(ids), WINDOW)
+        rows, width = features.inline or b"", len(features.inline or b"") // max(1, features.count)
+        first = features.count - count
+        self.ids = [*self.ids, *ids[len(ids) - count :]][-WINDOW:]
+        new = [rows[at * width : (at + 1) * width] for at in range(first, features.count)]
+        self.rows = [*self.rows, *new][-WINDOW:]
+        self.dtype, self.end = features.dtype or "float32", features.start + features.count
+
+
+class Samples:
+    """Cuts samples of sessions by their key, and queues them while an adapter learns from texts."""
+
+    def __init__(self, producer: Producer, head: str) -> None:
+        self._producer, self._head = producer, head
+        self._windows: dict[int, _Window] = {}
+
+    @property
+    def _wanted(self) -> bool:
+        return bool(self._producer.demand_for(self._head))
+
+    def open(self, key: int, opening: OpenDraft) -> None:
+        """Take a session's prompt, if samples are wanted now and it comes with features."""
+        if opening.features is not None and self._wanted:
+            self._windows[key] = _Window(opening, opening.features)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        """Take what a session committed. A window that is full of what was not sampled yet is a sample."""
+        window = self._windows.get(key)
+        if window is not None and advance.ids and advance.features is not None:
+            window.append(advance.ids, advance.features)
+            self._offer(window, WINDOW)
+
+    def close(self, key: int) -> None:
+        window = self._windows.pop(key, None)
+        if window is not None:
+            self._offer(window, _LEAST_TEXT)
+
+    def _offer(self, window: _Window, least: int) -> None:
+        if self._wanted and window.end - window.sampled >= least:
+            window.sampled = window.end
+            sample = Sample(window.session, np.array(window.ids, np.int64), b"".join(window.rows[:-1]), window.dtype)
+            self._producer.sample(self._head, sample)
 
 
 class Worker(BatchingThread):
@@ -179,38 +228,35 @@ class Worker(BatchingThread):
 
     def open(self, session: Session, opening: OpenDraft) -> None:
         """Have the head take a session's prompt; DraftOpened or an error is posted to it."""
-        self.post(lambda: self._take_open(session, opening))
+        self.post(partial(self._take_open, session, opening))
 
     def step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
         """Advance an opened session and draft; deltas or an error are posted to it."""
-        self.post(lambda: self._take_step(session, step, arrived_ns))
+        self.post(partial(self._take_step, session, step, arrived_ns))
 
     def close(self, session: Session) -> None:
         """Free a session, whether it was opened or not."""
-        self.post(lambda: self._take_close(session))
+        self.post(partial(self._take_close, session))
 
     def staging(self, header: WeightsHeader) -> Staging:
-        """Where the parts of a push of weights go. Raises what `staging_for` raises."""
-        from .staging import staging_for  # with torch, which heads that count do without
+        """Where the parts of a push of weights go. Raises what Staging raises."""
+        from .staging import Staging  # with torch, which heads that count do without
 
-        return staging_for(self._head, header)
+        return Staging(header, self._head)
 
     async def replace_weights(self, staging: Staging) -> int:
-        """Check what was staged, make it ready beside the drafts and put it to use between two of them.
+        """Make what was staged ready beside the drafts, and put it to use between two of them.
 
-        Returns for how long nothing was drafted, nanoseconds. Raises what Swap raises.
+        Returns for how long nothing was drafted, nanoseconds. Raises what `Staging.prepare` and `Staging.swap` raise.
         """
-        from .staging import Swap
-
-        swap = await asyncio.to_thread(Swap, self._head, staging)
-        swap_ns: int = await self.run(swap.swap)
-        await asyncio.to_thread(swap.release)
-        return swap_ns
+        prepared = await asyncio.to_thread(staging.prepare)
+        swap_ns, old = await self.run(partial(staging.swap, *prepared))
+        await asyncio.to_thread(old.clear)  # freeing them takes a while
+        return int(swap_ns)
 
     # --- the thread ---
 
     def load(self) -> None:
-        """Build the head."""
         self._head = self._build()
         self._max_context = self._head.max_context or MAX_CONTEXT
 
@@ -313,7 +359,6 @@ class Worker(BatchingThread):
         self._post([(session, Unavailable("the head has failed")) for session in self._sessions])
 
     def _fail(self, session: Session, error: Exception) -> None:
-        """End one session by an error."""
         self._forget(session)
         self._post([(session, error)])
 

@@ -70,24 +70,12 @@ def draw(
     logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor, *, columns: tuple[int, int, int]
 ) -> Tensor:
     """What `device.keyed_argmax` answers. columns: the rows of the table that hold key, temperature and least."""
-    count, vocab = table.shape[1], logits.shape[1]
+    count, vocab, stride = table.shape[1], logits.shape[1], logits.stride(0)
     parts = triton.cdiv(vocab, PART)
     bests, drawn = table.new_empty(count, parts, dtype=torch.float64), table.new_empty(count)
     tokens = table.new_empty(count, parts, dtype=torch.int32)
     best_of_parts[(count, parts)](
-        logits,
-        highest,
-        table,
-        edges,
-        lasts,
-        bests,
-        tokens,
-        count,
-        len(edges),
-        vocab,
-        logits.stride(0),
-        *columns,
-        N=PART,
+        logits, highest, table, edges, lasts, bests, tokens, count, len(edges), vocab, stride, *columns, N=PART
     )
     best_of_all[(count,)](highest, table, bests, tokens, drawn, parts, N=triton.next_power_of_2(parts))
     return drawn

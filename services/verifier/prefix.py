@@ -19,17 +19,6 @@ from coppice.wire.verifier import OpenSession
 _LATER = 2.0**-20  # of a use, for each block that lies further behind in the text: it is evicted earlier
 
 
-class PrefixCacheMetrics:
-    """What a verifier counts about the texts whose KV it keeps."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        named: dict[str, Any] = {"registry": registry, "namespace": "coppice", "subsystem": "verifier"}
-        self.queries = Counter("prefix_cache_queries", "tokens of prompts that were looked up", **named)
-        self.hits = Counter("prefix_cache_hits", "tokens of prompts that were not prefilled again", **named)
-        self.evicted = Counter("prefix_cache_evictions", "tokens that were given up for others", **named)
-        self.tokens = Gauge("prefix_cache_tokens", "tokens whose KV is kept, those of open sessions too", **named)
-
-
 def root_digest(salt: str) -> bytes:
     """What the first block's ids are hashed with."""
     return sha256(salt.encode()).digest()
@@ -86,14 +75,18 @@ class Prefix:
 class PrefixCache:
     """The blocks that are kept, by their hash. Every method runs on the worker's thread."""
 
-    def __init__(self, pool: KVPool, most_tokens: int, metrics: PrefixCacheMetrics) -> None:
-        """`most_tokens`: that are kept at most; 0 keeps nothing."""
-        self._pool, self._metrics = pool, metrics
-        self._most = most_tokens // pool.block_size
+    def __init__(self, pool: KVPool, most_tokens: int, registry: CollectorRegistry) -> None:
+        """`most_tokens`: that are kept at most; 0 keeps nothing. registry: of the cache's metrics."""
+        self._pool, self._most = pool, most_tokens // pool.block_size
         self._held: dict[bytes, tuple[int, CachedBlock]] = {}  # with the block's number in the pool
         self._digests: dict[int, bytes] = {}  # by that number
         self._uses = itertools.count(1)
-        metrics.tokens.set_function(lambda: len(self._held) * pool.block_size)
+        named: dict[str, Any] = {"registry": registry, "namespace": "coppice", "subsystem": "verifier"}
+        self._queries = Counter("prefix_cache_queries", "tokens of prompts that were looked up", **named)
+        self._hits = Counter("prefix_cache_hits", "tokens of prompts that were not prefilled again", **named)
+        self._evicted = Counter("prefix_cache_evictions", "tokens that were given up for others", **named)
+        tokens = Gauge("prefix_cache_tokens", "tokens whose KV is kept, those of open sessions too", **named)
+        tokens.set_function(lambda: len(self._held) * pool.block_size)
 
     def open(self, request: OpenSession, tokens: int) -> Prefix:
         """Room for `tokens` tokens of a session, the longest prefix that is here in it. Raises OutOfBlocks."""
@@ -107,8 +100,8 @@ class PrefixCache:
         for number, at in enumerate(numbers):
             self._pool.keep(at, use - number * _LATER)
         prefix = Prefix(table, [block for _, block in cached], salt, request.feature_layers)
-        self._metrics.queries.inc(len(request.ids))
-        self._metrics.hits.inc(prefix.reused_tokens)
+        self._queries.inc(len(request.ids))
+        self._hits.inc(prefix.reused_tokens)
         return prefix
 
     def fill(self, prefix: Prefix) -> None:
@@ -155,4 +148,4 @@ class PrefixCache:
 
     def _forget(self, at: int) -> None:
         del self._held[self._digests.pop(at)]
-        self._metrics.evicted.inc(self._pool.block_size)
+        self._evicted.inc(self._pool.block_size)

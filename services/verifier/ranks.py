@@ -58,8 +58,7 @@ class Ranks:
     """Ranks 1 to N - 1, started by rank 0, the process and thread that holds this; they end with it."""
 
     def __init__(self, settings: VerifierSettings) -> None:
-        """Start them; they load as `load` is called here."""
-        self._settings = settings
+        """Start them; all load at once. Raises what `load_engine` does."""
         self._stopping = False
         listener = socket.create_server((HOST, 0))  # of the host alone: whoever reaches it could be a rank
         port = listener.getsockname()[1]
@@ -72,27 +71,21 @@ class Ranks:
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         join(settings, 0, port, listener)
-
-    def load(self) -> Engine:
-        """Rank 0's engine. Raises what `load_engine` does."""
         try:
-            engine = load(self._settings)
+            self.engine = load(settings)
         except BaseException:
             for process in self._processes:  # where one of them failed it says why, and all end
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LAST_WORDS_S / len(self._processes))
             raise
-        engine.pool.moves = []
+        self.engine.pool.moves, self.engine.tell = [], self._tell
 
-        def tell(batch: PackedBatch) -> None:
-            moves, engine.pool.moves = engine.pool.moves or [], []
-            share((batch, moves))
-
-        engine.tell = tell
-        return engine
+    def _tell(self, batch: PackedBatch) -> None:
+        pool = self.engine.pool
+        moves, pool.moves = pool.moves or [], []
+        share((batch, moves))
 
     def stop(self) -> None:
-        """End them, since this one ends."""
         self._stopping = True
         for process in self._processes:
             process.terminate()
@@ -192,7 +185,6 @@ def _check_ranks(device: str, ranks: int) -> None:
 
 
 async def serve(settings: Settings) -> int:
-    """Do what rank 0 does until it ends; returns the exit code."""
     rank = int(os.environ["RANK"])
     check_devices(settings.verifier, rank)
     join(settings.verifier, rank, int(os.environ["MASTER_PORT"]))

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batching import BatchingThread, settle
@@ -19,7 +21,7 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import OutOfBlocks
 from coppice.engine.rows import pack
 from coppice.errors import InvalidField, NotFound, Unavailable
-from coppice.limits import BLOCK_SIZE, TREE_ROOM
+from coppice.limits import BLOCK_SIZE, LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY, TREE_ROOM
 from coppice.telemetry import WARMING_UP, SessionMetrics
 from coppice.wire.common import FeatureRef
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
@@ -27,8 +29,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
 from .features import Feed, Window
-from .generation_config import repetition_penalty
-from .prefix import PrefixCache, PrefixCacheMetrics
+from .prefix import PrefixCache
 from .ranks import Ranks, check_devices, load
 from .session import Job, Session, take_features
 
@@ -40,6 +41,17 @@ BATCH_WAIT_S = 0.05
 """longest wait for sessions to join a forward"""
 WARM_ROWS = 32  # of the forwards before the first one that counts: libraries prepare for every number of rows
 
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale"), 1),
+    "token_healing": False,
+    **dict.fromkeys(("stop_strings", "max_time", "bad_words_ids", "force_words_ids", "constraints"), None),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "penalty_alpha"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("watermarking_config", "dola_layers"), None),
+}
+"""Fields that change the text of `generate(do_sample=False)` and are not served, and values that change nothing."""
+
 Answer = Callable[[Any], None]
 """called on the event loop with what came of a question, an exception too"""
 
@@ -48,6 +60,31 @@ def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
     """KV tokens a session is admitted with, whole blocks and at most all there are, so that no session loses any."""
     blocks = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
     return min(blocks, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def repetition_penalty(folder: str | Path, mode: str) -> float:
+    """The repetition penalty that a folder's generation_config.json sets, 1 under the mode "ignore".
+
+    Raises InvalidField under any other mode when the file sets what changes greedy decoding and is not served.
+    """
+    if mode == "ignore":
+        return 1.0
+    try:
+        config: Any = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:  # older folders have such fields in their config.json
+        config = GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", local_files_only=True, _from_model_config=True
+        )
+    field = "verifier.generation_config"
+    unserved = [name for name in NEUTRAL if getattr(config, name, None) not in (None, [], {}, NEUTRAL[name])]
+    if unserved:
+        reason = f"the target's generation_config.json sets {', '.join(unserved)}, which is not served"
+        raise InvalidField(field, f"{reason}; 'ignore' ignores it")
+    penalty = 1.0 if config.repetition_penalty is None else float(config.repetition_penalty)
+    if not LEAST_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        bounds = f"{LEAST_REPETITION_PENALTY}..{MAX_REPETITION_PENALTY}"
+        raise InvalidField(field, f"the target's repetition_penalty {penalty} is not in {bounds}")
+    return penalty
 
 
 class Worker(BatchingThread):
@@ -116,12 +153,11 @@ class Worker(BatchingThread):
     # --- the thread ---
 
     def load(self) -> None:
-        """Load and warm up the target."""
         self.repetition_penalty = repetition_penalty(self.settings.target, self.settings.generation_config)
         self.settings = check_devices(self.settings)
         if self.settings.ranks > 1:
             self._ranks = Ranks(self.settings)
-            self.engine = self._ranks.load()
+            self.engine = self._ranks.engine
         else:
             if self.settings.threads:
                 torch.set_num_threads(self.settings.threads)
@@ -135,8 +171,7 @@ class Worker(BatchingThread):
         warm_up(self.engine)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
-        cached_tokens = self.settings.prefix_cache_tokens
-        self._cache = PrefixCache(self.engine.pool, cached_tokens, PrefixCacheMetrics(self.metrics.registry))
+        self._cache = PrefixCache(self.engine.pool, self.settings.prefix_cache_tokens, self.metrics.registry)
 
     def idle(self) -> bool:
         """Whether neither a step nor a prompt waits."""
@@ -168,12 +203,8 @@ class Worker(BatchingThread):
             prefix = self._cache.open(request, reserved_tokens(request, self.settings))
         except OutOfBlocks as error:
             raise Unavailable(str(error)) from None
-        try:
-            request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
-            session = Session(key, request, prefix, self.engine.info.vocab_size)
-        except BaseException:
-            self._cache.close(prefix)
-            raise
+        request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
+        session = Session(key, request, prefix, self.engine.info.vocab_size)
         self._sessions[key] = self._by_name[request.session] = session
         self.metrics.opened.inc()
         self._jobs[key] = Job(session, answer, arrived)

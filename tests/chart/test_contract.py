@@ -7,12 +7,13 @@ import math
 import os
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import helm_python
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coppice.adaptation.signals import SignalMetrics
+from coppice.adaptation.signals import Producer
 from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
@@ -23,7 +24,7 @@ from coppice.telemetry import SessionMetrics
 from orchestrator.metrics import OrchestratorMetrics
 from services.adapter.state import AdapterMetrics
 from services.verifier.__main__ import heads_beside
-from services.verifier.prefix import PrefixCacheMetrics
+from services.verifier.prefix import PrefixCache
 from tests.chart.chart import (
     ALL,
     FOLDER,
@@ -322,8 +323,8 @@ def known_metrics() -> set[str]:
     """Every name that a service exposes."""
     registries = [OrchestratorMetrics().registry, AdapterMetrics().registry]
     registries += [SessionMetrics(role).registry for role in ("verifier", "drafter")]
-    SignalMetrics(signals := CollectorRegistry())
-    PrefixCacheMetrics(cache := CollectorRegistry())
+    Producer("", signals := CollectorRegistry(), [])
+    PrefixCache(Mock(block_size=1), 0, cache := CollectorRegistry())
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
     metrics = [metric for registry in (*registries, signals, cache) for metric in registry.collect()]
     return {metric.name + suffix for metric in metrics for suffix in suffixes.get(metric.type, [""])}

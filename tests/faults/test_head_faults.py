@@ -33,8 +33,7 @@ from lab.paper.rank import wire_features
 from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.outcomes import AcceptanceWatch, best_path, offers
-from services.drafter.staging import Swap, staging_for
-from tests.pushes import Push
+from tests.pushes import swap
 from tests.tiny import make_target
 
 VOCAB, WORDS, WIDE, HIDDEN, DIM = 96, 24, 32, 64, 16
@@ -255,11 +254,7 @@ async def test_rows_that_outlive_a_push_are_named(place: Path) -> None:
                 prefix = "midlayer.self_attn."
                 sizes = {f"{prefix}q_proj.bias": 8.0, f"{prefix}k_proj.bias": 1 / 8}
                 new = old.changed({name: old.tensors[name] * by for name, by in sizes.items()}, old.version + 1)
-                push = Push.of(head.description.name, old, new)
-                staging = staging_for(head, push.header)
-                for part in push.parts:
-                    staging.add(part)
-                Swap(head, staging).swap()
+                swap(head, new)
 
     step, lines, suspects = alarms(head, draws(), 54)
     assert 4 < step <= 4 + 50

@@ -16,7 +16,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
+from coppice.errors import Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.ngram import Lookup, grow
 from coppice.speculation.sampling import SamplingParams
@@ -341,11 +341,3 @@ async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None
         assert worker.sessions == 3
         head.proceed.set()
     assert (worker.sessions, head.texts, head.batches) == (0, {}, [1])
-
-
-async def test_what_a_builder_raises_reaches_the_start() -> None:
-    def build() -> Head:
-        raise InvalidField("drafter.path", "nothing there")
-
-    with pytest.raises(InvalidField, match="nothing there"):
-        await Worker(build, SessionMetrics("drafter")).start()

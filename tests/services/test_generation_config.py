@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coppice.errors import InvalidField
-from services.verifier.generation_config import repetition_penalty
+from services.verifier.worker import repetition_penalty
 from tests.pipeline.conftest import described
 from tests.processes import Service
 from tests.tiny import make_target

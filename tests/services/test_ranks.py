@@ -204,10 +204,3 @@ def test_what_devices_cannot_hold_is_said_before_weights_are_read(
         return
     with pytest.raises(InvalidField, match=said):
         check_devices(told, ranks - 1)
-
-
-def test_kv_that_nobody_sizes_fits_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Cuda(monkeypatch, 6.0)
-    told = VerifierSettings(target=str(llama_8b(tmp_path)), device="cuda", dtype="bfloat16")
-    assert check_devices(told).kv_tokens == 16_384  # half of what a forward leaves, and there are no weights
-    assert check_devices(told.model_copy(update={"kv_tokens": 32_000})).kv_tokens == 32_000

@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from coppice.adaptation.signals import Producer, SignalMetrics
+from coppice.adaptation.signals import Producer
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import find_server
-from services.adapter.inbox import Inbox
-from services.adapter.service import Lease
+from services.adapter.service import Inbox, Lease
 from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader
@@ -82,7 +81,7 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     registry, head = CollectorRegistry(), Reader(demand="texts")
     lease = Lease(redis.url("coppice-adapter"), lease_s=5.0)
     assert await lease.take()
-    producer = Producer(redis.url("coppice-sender"), SignalMetrics(registry), ["a"])
+    producer = Producer(redis.url("coppice-sender"), registry, ["a"])
     inbox = Inbox(redis.url("coppice-adapter"), [head], AdapterMetrics())
     await inbox.read()
     reading = asyncio.create_task(inbox.run())
@@ -141,7 +140,7 @@ async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: Str
     if redis.scheme == "redis" and spoiled != "password":
         pytest.skip("requires TLS")
     registry = CollectorRegistry()
-    producer = Producer(urls[spoiled], SignalMetrics(registry), ["a"])
+    producer = Producer(urls[spoiled], registry, ["a"])
     producer.start()
     producer.query("a", RECORD)
     await asyncio.sleep(0.3)

@@ -26,14 +26,13 @@ from coppice.adaptation.signals import (
     Producer,
     QueryRecord,
     Sample,
-    SignalMetrics,
     query_to_fields,
     redis_key,
 )
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import LocalRedis
-from services.adapter.inbox import Inbox
+from services.adapter.service import Inbox
 from services.adapter.state import AdapterMetrics, State
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import RECORD, sample
@@ -53,7 +52,7 @@ class Line:
 
     def __init__(self, url: str, bounds: Bounds = BOUNDS) -> None:
         self.registry = CollectorRegistry()
-        self.producer = Producer(url, SignalMetrics(self.registry), ["a"], bounds)
+        self.producer = Producer(url, self.registry, ["a"], bounds)
 
     @property
     def counts(self) -> Counts:
@@ -127,27 +126,6 @@ async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: L
         await line.until(lambda seen: seen.settled)
     assert 50 <= len(queries(client_of(redis), "a")) <= 300
     assert len(samples(client_of(redis), "a")) <= 20
-
-
-async def test_a_redis_that_dies_and_comes_back_costs_only_counted_records(redis: LocalRedis) -> None:
-    async with line_to(redis.url) as line:
-        line.put(10)
-        await line.until(lambda seen: seen.sent == 10)
-        assert redis.pid is not None
-        os.kill(redis.pid, signal.SIGKILL)
-        for _ in range(20):
-            line.put(5)
-            await asyncio.sleep(0.02)
-        redis.stop()
-        redis.start()
-        line.put(1)
-        await line.until(lambda seen: seen.settled)
-        before = line.counts.sent
-        line.put(7)
-        await line.until(lambda seen: seen.sent == before + 7)
-    # What was sent after the restart, and nothing else, is there.
-    assert len(queries(client_of(redis), "a")) == line.counts.sent - 10
-    assert line.counts.produced == 118
 
 
 async def test_a_redis_that_stands_still_holds_nobody_up_and_keeps_no_connection(redis: LocalRedis) -> None:

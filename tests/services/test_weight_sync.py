@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob
-from coppice.heads.feature_head import FeatureHead
 from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Features
@@ -26,52 +22,29 @@ from tests.processes import Service
 from tests.pushes import Case, Push, altered, matrix_of
 from tests.recorder import fed
 from tests.sessions import DrafterClient, drafter_idle, drafting
-from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, save_random, spelled
-from tests.unit.test_weights import LAST, saved
+from tests.unit.test_feature_heads import Text, build, save_random
 
 KIND = "specblock"
 METHOD = "/coppice.v1.DrafterService/SyncWeights"
-StartService = Callable[..., Service]
-
-
-@dataclass
-class Setup:
-    """A head's folder, and how to serve it here and in a process."""
-
-    source: Path
-    target: Path
-    start_service: StartService
-
-    def start(self) -> Service:
-        flags = ["--drafter.kind", KIND, "--drafter.path", str(self.source), "--drafter.target", str(self.target)]
-        flags += ["--drafter.threads", "1", "--drafter.top_k", "8", "--drafter.depth", "6"]
-        return self.start_service("services.drafter", *flags)
-
-    def head(self, source: Path | None = None) -> FeatureHead:
-        return build(KIND, source or self.source, self.target, top_k=8, depth=6)[0]
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory, start_service: StartService, target: Path) -> Setup:
-    return Setup(save_random(tmp_path_factory.mktemp(KIND), KIND), target, start_service)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp(KIND), KIND)
 
 
 @pytest.fixture(scope="module")
-def first(setup: Setup) -> Weights:
-    """The checkpoint's weights, as this process reads them."""
-    weights = setup.head().weights
-    assert weights is not None
-    return weights
+def drafter(source: Path, start_service: Callable[..., Service], target: Path) -> Service:
+    flags = ["--drafter.kind", KIND, "--drafter.path", str(source), "--drafter.target", str(target)]
+    flags += ["--drafter.threads", "1", "--drafter.top_k", "8", "--drafter.depth", "6"]
+    return start_service("services.drafter", *flags)
 
 
 @pytest.fixture(scope="module")
-def drafter(setup: Setup) -> Service:
-    return setup.start()
-
-
-@pytest.fixture(scope="module")
-def case(drafter: Service, first: Weights) -> Case:
+def case(source: Path, target: Path) -> Case:
     """The drafter at version 2."""
+    first = build(KIND, source, target)[0].weights
+    assert first is not None
     return Case(KIND, first, altered(first, 1, version=2))
 
 
@@ -110,25 +83,6 @@ class Client(DrafterClient):
         return await self.tree()
 
 
-async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[int, ...], float]:
-    """What a new session drafts."""
-    async with drafting(drafter) as stub, fed(text.inline(0, 12)) as features:
-        client = await Client(stub, text, 12, features).open()
-        assert client.opened.weights_version == version
-        delta = await client.next(0)
-        assert delta.fence.weights_version == version
-        client.call.cancel()
-    return spelled(delta.nodes)
-
-
-def own_tree(head: FeatureHead, text: Text) -> dict[tuple[int, ...], float]:
-    """What a head in this process drafts."""
-    opened(head, 0, text, 12)
-    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 40, GREEDY)])
-    head.close(0)
-    return tree
-
-
 async def test_other_bytes_and_messages_out_of_order_are_refused(drafter: Service, case: Case) -> None:
     good = case.good
     header, part = weights_to_wire(good.header), weights_to_wire(good.parts[0])
@@ -147,32 +101,6 @@ async def test_other_bytes_and_messages_out_of_order_are_refused(drafter: Servic
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert (caught.value.details() or "").startswith(why)
         assert await state(replica) == (2, case.live.hash)
-
-
-async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tensors(
-    setup: Setup, first: Weights, tmp_path: Path
-) -> None:
-    text = Text.random(60, 3)
-    head_only = [name for name in first.tensors if name.startswith(LAST)]
-    one = altered(first, 1, version=1)
-    two = altered(one, 2, head_only, version=4)
-    early = await asyncio.to_thread(setup.start)
-    async with DrafterLink(early.address, Dialer()) as replica:
-        described = await replica.describe()
-        assert (described.name, described.weights_version, described.weights_hash) == (KIND, 0, first.hash)
-        assert await first_tree(early, text, 0) == pytest.approx(own_tree(setup.head(), text), abs=1e-4)
-        trees = []
-        for number, (parent, weights) in enumerate([(first, one), (one, two)]):
-            push = Push.of(KIND, parent, weights)
-            synced = await replica.push(push.header, push.parts)
-            assert (synced.version, synced.weights_hash) == (weights.version, weights.hash)
-            assert synced.swap_ns > 0
-            fresh = setup.head(saved(tmp_path / f"{number}", KIND, setup.source, weights))
-            trees.append(await first_tree(early, text, weights.version))
-            assert trees[-1] == pytest.approx(own_tree(fresh, text), abs=1e-4)
-            again = await replica.push(push.header, push.parts)  # the answer may have been lost
-            assert (again.version, again.weights_hash, again.swap_ns) == (weights.version, weights.hash, 0)
-        assert trees[0].keys() != trees[1].keys()
 
 
 async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(drafter: Service, case: Case) -> None:
@@ -199,9 +127,8 @@ async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(
         assert await state(replica) == (2, case.live.hash)
 
 
-async def test_many_pushes_while_sessions_draft_lose_no_step(setup: Setup, first: Weights) -> None:
-    pushes, sessions = 30, 4
-    drafter = await asyncio.to_thread(setup.start)
+async def test_many_pushes_while_sessions_draft_lose_no_step(drafter: Service, case: Case) -> None:
+    pushes, sessions, first = 30, 4, case.first
     seen: list[int] = []
     ended = asyncio.Event()
 
@@ -220,8 +147,8 @@ async def test_many_pushes_while_sessions_draft_lose_no_step(setup: Setup, first
             client.call.cancel()
 
     async def pushing() -> None:
-        live = first
-        async with DrafterLink(drafter.address, Dialer()) as replica:
+        live = case.live
+        async with at_version_2(drafter, case) as replica:
             for number in range(pushes):
                 names = None if number % 3 == 0 else [matrix_of(first)]
                 new = altered(live, number, names) if number % 4 else altered(first, number, names, live.version + 1)
@@ -229,7 +156,7 @@ async def test_many_pushes_while_sessions_draft_lose_no_step(setup: Setup, first
                 synced = await replica.push(push.header, push.parts)
                 assert (synced.version, synced.weights_hash) == (new.version, new.hash)
                 live = new
-            assert await state(replica) == (pushes, live.hash)
+            assert await state(replica) == (2 + pushes, live.hash)
         ended.set()
 
     async with Dialer().open(drafter.address) as channel:

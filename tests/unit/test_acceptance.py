@@ -1,4 +1,4 @@
-"""The accept walks: the seeds' greedy rule, the target's law, and a text that does not depend on the tree."""
+"""The accept walks: the seeds' greedy rule, how they end, and what the p/q rule refuses; for their law see test_law."""
 
 from __future__ import annotations
 
@@ -16,25 +16,15 @@ from services.verifier.session import Walk, pq_draws, walk
 from tests.reference import (
     EFFORT,
     Text,
-    dense,
     keyed,
     longest_matching_prefix,
     make_tree,
-    outcome_law,
-    p_value,
     random_target,
     random_tree,
     rows_of,
-    sequential_walk,
 )
 
-VOCAB = 4
 GREEDY = SamplingParams()
-SAMPLED = [
-    SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=2**64 - 1),
-    SamplingParams(temperature=1.5, top_k=3, seed=2),
-]
 
 
 def committed(tree: DraftTree, outcome: Walk) -> Text:
@@ -76,26 +66,6 @@ def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> 
     assert all(lengths[length] > 50 for length in range(5)), "too few long paths to mean anything"
 
 
-# Sampling.
-
-
-@pytest.mark.parametrize("params", SAMPLED, ids=["T1", "nucleus", "top-k"])
-def test_the_walk_and_the_seeds_sequential_rule_both_have_the_targets_law(params: SamplingParams) -> None:
-    tree = make_tree([(0, 0, -0.1), (2, 0, -0.2), (1, 1, -0.3), (3, 1, -0.4), (2, 2, -0.5), (0, 3, -0.6)])
-    row_at = rows_of(random_target(3, VOCAB, sharpness=0.5), tree, params)
-    rows = [row_at(node) for node in range(len(tree) + 1)]
-    probs = [dense(row, VOCAB) for row in rows]
-    law = {text: prob for text, prob in outcome_law(tree, probs.__getitem__).items() if prob > 0}
-    rng = np.random.default_rng(4)
-    walked, sequential = Counter[Text](), Counter[Text]()
-    for seed in range(8_000 * EFFORT):
-        step = params.model_copy(update={"seed": seed})
-        walked[committed(tree, walk(tree, keyed(tree, rows.__getitem__, step, 9)))] += 1
-        sequential[sequential_walk(tree, probs.__getitem__, rng)] += 1
-    assert p_value(walked, law) > 1e-3
-    assert p_value(sequential, law) > 1e-3
-
-
 # How a walk ends, and what it asks for.
 
 
@@ -123,14 +93,6 @@ def test_where_a_walk_ends_and_which_rows_it_asks_for(
 
 
 # The p/q rule.
-
-
-def test_a_rejected_draft_is_replaced_from_the_residual() -> None:
-    row = (np.arange(3), np.log([0.5, 0.3, 0.2]))
-    q_rows = np.array([[0.2, 0.7, 0.1]])
-    outcomes = [pq_chain(DraftTree.chain([1], [-0.4]), lambda _: row, q_rows, seed) for seed in range(1_000)]
-    rejected = Counter(outcome.drawn for outcome in outcomes if not outcome.path)
-    assert p_value(rejected, {0: 0.75, 2: 0.25}) > 1e-3
 
 
 def test_the_pq_rule_refuses_a_tree_that_is_no_chain() -> None:

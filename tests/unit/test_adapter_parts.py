@@ -11,7 +11,7 @@ from coppice.client.adapter import plain
 from coppice.commands import adapter as adapter_command
 from coppice.v1 import adapter_pb2 as pb
 from services.adapter.learn import SAMPLES, Groups
-from services.adapter.state import FILE, Change, QueryPoint, State
+from services.adapter.state import FILE, State
 from tests.unit.test_records import sample
 
 STATUS = pb.HeadStatus(
@@ -34,13 +34,12 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     state = State.load(tmp_path)
     state.paused, state.live = True, state.next_number()
     state.bandit.queries = state.paper.queries = 7
-    state.changes.append(Change(query=2, what="full", version=3, train_s=1.5, sync_s=0.25, why="loss 2 to 1"))
-    state.history.append(QueryPoint(query=1, tau=2.0, tokens_per_s=30.0, s=4.0, version=None, action="skip"))
+    state.changes, state.history = plain(STATUS)["changes"], plain(STATUS)["history"]
     state.positions["queries"] = "17-2"
     state.save()
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
-    assert (again.newest, again.bandit.queries, again.history[0].version) == (1, 7, None)
+    assert (again.newest, again.bandit.queries, again.history[0]["version"]) == (1, 7, None)
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)
         assert State.load(tmp_path).model_dump() == State().model_dump()

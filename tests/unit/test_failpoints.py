@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from coppice import failpoints
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, TreeError, validate
-from services.drafter.worker import garbage
+from coppice.wire.common import Fence
+from services.drafter.worker import Session, Waiting
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +70,8 @@ def test_an_exit_is_a_kill_at_the_hit_that_was_named() -> None:
 
 
 def test_garbage_is_a_tree_that_is_refused() -> None:
-    reasons = set()
-    for first in range(6):
-        tree = DraftTree.chain([first, 5, 6], np.array([-0.1, -0.2, -0.3]))
-        with pytest.raises(TreeError) as error:
-            validate(garbage(tree), 300, 64)
-        reasons.add(error.value.reason)
-    assert len(reasons) == 3
-    with pytest.raises(TreeError):
-        validate(garbage(DraftTree.empty()), 300, 64)
+    failpoints.enable("drafter.garbage=1")
+    step = Waiting(Session(0, print), Fence(1, 0, 0), 0, DraftJob(0, 1, 0, 8, SamplingParams()), None)
+    step.parts.append(Growth(0, DraftTree.chain([4, 5, 6], [-0.1, -0.2, -0.3]), True))
+    with pytest.raises(TreeError, match="parent"):
+        validate(step.delta(0, 0).nodes, 300)

@@ -16,7 +16,7 @@ from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import committed_hash
 from coppice.wire.verifier import OpenSession
-from services.verifier.prefix import Prefix, PrefixCache, PrefixCacheMetrics
+from services.verifier.prefix import Prefix, PrefixCache
 from tests.reference import EFFORT, check_pool
 
 SIZE = 4
@@ -33,7 +33,7 @@ class Cached:
         self.registry = CollectorRegistry()
         self.pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=blocks * SIZE, block_size=SIZE, dtype=torch.float64)
         self.pool._prefers_runs = runs
-        self.cache = PrefixCache(self.pool, int(share * blocks * SIZE), PrefixCacheMetrics(self.registry))
+        self.cache = PrefixCache(self.pool, int(share * blocks * SIZE), self.registry)
         self.sessions = 0
 
     def open(

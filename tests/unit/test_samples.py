@@ -10,7 +10,7 @@ from coppice.adaptation.signals import Sample
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
-from services.drafter.samples import WINDOW, Samples
+from services.drafter.worker import WINDOW, Samples
 
 WIDTH, PROMPT = 3, 10
 

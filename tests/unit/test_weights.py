@@ -22,8 +22,8 @@ from coppice.heads.checkpoints import fused_tensor, public_state, read_head, sav
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.wire.drafter import WeightsHeader, WeightsPart
-from services.drafter.staging import Staging, Swap, staging_for
-from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
+from services.drafter.staging import Staging
+from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, staged, swap
 from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, save_random
 
 KINDS = ["specblock", "eagle3", "dspark"]
@@ -54,12 +54,8 @@ def slow_hash(tensors: Mapping[str, Tensor]) -> bytes:
     return hashlib.sha256(whole).digest()
 
 
-def staged(push: Push, case: Case) -> Weights:
-    staging = Staging(push.header, case.head, case.live, case.first)
-    assert not staging.in_use
-    for part in push.parts:
-        staging.add(part)
-    return staging.finish()
+def finished(push: Push, case: Case) -> Weights:
+    return staged(push.header, push.parts, case.holder).finish()
 
 
 # Names.
@@ -116,7 +112,7 @@ def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
     sent = load(file)
     assert sent.keys() == {"big", "small"}
     assert all(torch.equal(sent[name], after.tensors[name]) for name in sent)
-    made = staged(Push(header, parts), Case("head", first, first))
+    made = finished(Push(header, parts), Case("head", first, first))
     assert (made.version, made.hash, Weights.of(made.tensors).hash) == (9, after.hash, after.hash)
 
 
@@ -128,14 +124,14 @@ def test_a_corruption_is_refused_and_says_what_is_wrong(
     make: Made, error: type[CoppiceError], why: str, case: Case
 ) -> None:
     with pytest.raises(error, match=why):
-        staged(make(case), case)
-    assert staged(case.good, case).hash == case.new.hash
+        finished(make(case), case)
+    assert finished(case.good, case).hash == case.new.hash
 
 
 def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announced(case: Case) -> None:
     for junk in (b"", bytes(8), b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{]"):
         with pytest.raises(InvalidField, match="file: is no safetensors file"):
-            staged(case.good.with_file(junk), case)
+            finished(case.good.with_file(junk), case)
     generator, file = np.random.default_rng(0), case.good.file
     header = 8 + int.from_bytes(file[:8], "little")
     for number in range(600):
@@ -146,18 +142,18 @@ def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announ
             at = generator.integers(header if number % 2 else len(file))
             spoiled[at] ^= 1 << generator.integers(8)
         with pytest.raises(InvalidField):
-            staged(case.good.with_file(bytes(spoiled)), case)
+            finished(case.good.with_file(bytes(spoiled)), case)
 
 
 def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new_number(case: Case) -> None:
     retry = Push.of(case.head, case.first, case.live)
-    assert Staging(retry.header, case.head, case.live, case.first).in_use
+    assert Staging(retry.header, case.holder).in_use
     back = case.first.changed({}, 3)
-    assert staged(Push.of(case.head, case.live, back), case).hash == case.first.hash
+    assert finished(Push.of(case.head, case.live, back), case).hash == case.first.hash
     of_nothing = Push.of(case.head, case.first, back)  # relative to the checkpoint nothing is changed
     assert load(of_nothing.file) == {}
-    assert staged(of_nothing, case).hash == case.first.hash
-    assert staged(Push.of(case.head, case.first, case.new), case).hash == case.new.hash
+    assert finished(of_nothing, case).hash == case.first.hash
+    assert finished(Push.of(case.head, case.first, case.new), case).hash == case.new.hash
 
 
 # Heads.
@@ -223,16 +219,12 @@ def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str,
 
 def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(target: Path, tmp_path: Path) -> None:
     head, _ = build("eagle3", save_random(tmp_path, "eagle3"), target)
-    first, swaps = head.weights, []
-    for seed in (1, 2):
-        header, parts = pack_update("eagle3", first, altered(first, seed))
-        staging = staging_for(head, header)
-        for part in parts:
-            staging.add(part)
-        swaps.append(Swap(head, staging))
-    swaps[0].swap()
-    with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
-        swaps[1].swap()
+    first = head.weights
+    pushes = [staged(*pack_update("eagle3", first, altered(first, seed)), head) for seed in (1, 2)]
+    prepared = [staging.prepare() for staging in pushes]
+    pushes[0].swap(*prepared[0])
+    with pytest.raises(StaleFence, match=r"version 1 came into use while"):
+        pushes[1].swap(*prepared[1])
     assert head.weights.hash == altered(first, 1).hash
 
 
@@ -252,12 +244,12 @@ def test_a_push_to_a_head_with_the_targets_output_layer_holds_none(target: Path,
     assert torch.equal(head.model.lm_head.weight.to_dense(), output)
     case = Case("dspark", head.weights, head.weights)
     with pytest.raises(InvalidField, match=r"tensors\.lm_head\.weight"):
-        staged(case.sending({"lm_head.weight": output}), case)
+        finished(case.sending({"lm_head.weight": output}), case)
 
 
 def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
     head = build_head(DrafterSettings(kind="lookup"))
     header = WeightsHeader("lookup", 1, 0, b"\0" * 32, b"\1" * 32, b"\2" * 32, 10, 1)
     with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
-        staging_for(head, header)
+        Staging(header, head)
     assert WeightsPart(0, b"").data == head.description.weights_hash
