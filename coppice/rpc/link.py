@@ -118,7 +118,7 @@ class Inbox:
         It is called in a copy of the listener's context, to which its trace belongs. Raises what `take` raises, and the
         error of `end`.
         """
-        self._take = partial(contextvars.copy_context().run, take)
+        self._take = partial(contextvars.copy_context().run, take)  # type: ignore[call-arg]
         while self._unread and not self._ended:
             self.put(self._unread.popleft())
         while not self._ended or (self.is_busy and self._error is None):

@@ -308,7 +308,7 @@ class Following:
         self._rows = rows[size:]
         del rows[size:]
         self._given = end
-        return Features(start, count, self._dtype, rows)
+        return Features(start, count, self._dtype, bytes(rows))
 
     async def _read(self, ref: FeatureRef) -> None:
         """Take what the verifier sends, until it ends, or skips positions, or nobody asks for what it sends."""

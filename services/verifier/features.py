@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES
@@ -16,19 +15,21 @@ from coppice.rpc.link import Inbox
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import Commit
 
+Numbers = NDArray[Any]
+"""Feature rows on the host: float32, or the bits of bfloat16, which numpy does not have."""
 FEATURE_WINDOW = 4096  # positions whose features a session keeps for followers
 MOST_UNREAD = 32  # commits that wait for a follower; then it is cut off, and may follow again
 
 
 class FeatureWindow:
-    """The features of a session's latest positions, model dtype, at most FEATURE_WINDOW rows and a chunk."""
+    """The features of a session's latest positions, at most FEATURE_WINDOW rows and a chunk."""
 
     def __init__(self) -> None:
         self.start = self.end = 0
         """the first position held, and one behind the last"""
-        self._chunks: deque[Tensor] = deque()
+        self._chunks: deque[Numbers] = deque()
 
-    def append(self, rows: Tensor) -> None:
+    def append(self, rows: Numbers) -> None:
         """Add (n, F) rows of the next positions and forget what lies before the window. Nobody writes to them again."""
         self._chunks.append(rows)
         self.end += len(rows)
@@ -40,7 +41,7 @@ class FeatureWindow:
         count = min(self.end - self.start, FEATURE_WINDOW)
         return end - count, count
 
-    def since(self, start: int, end: int) -> tuple[int, list[Tensor]]:
+    def since(self, start: int, end: int) -> tuple[int, list[Numbers]]:
         """Rows from `start` on, or from the first position that is still here, at most FEATURE_WINDOW: the position of
         the first row, and the rows chunk by chunk.
 
@@ -57,9 +58,9 @@ class FeatureWindow:
         return first, chunks
 
 
-Committed = tuple[Commit, Tensor | None]
-"""A step's commit, and the (n, F) features of its positions on the CPU, of the session's layers, if it has any."""
-Window = tuple[int, list[Tensor], tuple[int, ...]]
+Committed = tuple[Commit, Numbers | None]
+"""A step's commit, and the (n, F) features of its positions, of the session's layers, if it has any."""
+Window = tuple[int, list[Numbers], tuple[int, ...]]
 """The position of the first row, the rows chunk by chunk, and the layers that they are of."""
 
 
@@ -105,45 +106,36 @@ class Feed:
         async for committed in self._unread:
             yield self._commit(*committed)
 
-    def _commit(self, commit: Commit, rows: Tensor | None) -> Commit:
+    def _commit(self, commit: Commit, rows: Numbers | None) -> Commit:
         if rows is None or not self.ref.count:
             return commit
-        data = feature_bytes(rows, self._layers, self.ref.layers or self._layers)
+        data: Any = columns(rows, self._layers, self.ref.layers or self._layers).data.cast("B")  # copied into a frame
         return replace(commit, features=Features(commit.start, len(rows), self._dtype, data))
 
 
 def packed(
-    chunks: list[Tensor], layers: tuple[int, ...], picked: tuple[int, ...], most_bytes: int
+    chunks: list[Numbers], layers: tuple[int, ...], picked: tuple[int, ...], most_bytes: int
 ) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of consecutive rows, in parts of at most `most_bytes`, or of one row; each is made when its turn
-    comes. chunks: (n, F) each, on the CPU, with the columns of `layers`.
+    comes. chunks: (n, F) each, with the columns of `layers`.
     """
     if not chunks:
         return
     most = max(1, most_bytes * len(layers) // (chunks[0][0].nbytes * len(picked)))
     part: list[bytes] = []
     count = 0
-    for rows in [rows for chunk in chunks for rows in torch.split(chunk, most)]:
+    for rows in [chunk[at : at + most] for chunk in chunks for at in range(0, len(chunk), most)]:
         if count + len(rows) > most:
             yield count, b"".join(part)
             part, count = [], 0
-        part.append(feature_bytes(rows, layers, picked))
+        part.append(columns(rows, layers, picked).tobytes())
         count += len(rows)
     yield count, b"".join(part)
 
 
-def columns(rows: Any, layers: tuple[int, ...], picked: tuple[int, ...]) -> Any:
-    """The columns of the `picked` layers, in their order, of an (n, F) tensor or array with those of `layers`."""
+def columns(rows: Numbers, layers: tuple[int, ...], picked: tuple[int, ...]) -> Numbers:
+    """The columns of the `picked` layers, in their order, of (n, F) rows with those of `layers`."""
     if picked == layers:
         return rows
     by_layer = rows.reshape(len(rows), len(layers), rows.shape[1] // len(layers))
     return by_layer[:, [layers.index(layer) for layer in picked]].reshape(len(rows), -1)
-
-
-def feature_bytes(rows: Tensor, layers: tuple[int, ...], picked: tuple[int, ...]) -> bytes:
-    """Row-major little-endian bytes of what `columns` gives of a CPU tensor (numpy has no bfloat16: its bits travel as
-    int16). The event loop calls it: torch would copy with threads, and they are the target's.
-    """
-    numbers = (rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows).numpy()
-    data: bytes = columns(numbers, layers, picked).tobytes()
-    return data

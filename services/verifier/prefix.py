@@ -9,12 +9,12 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from torch import Tensor
 
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.wire.verifier import OpenSession
+
+from .features import Numbers
 
 _LATER = 2.0**-20  # of a use, for each block that lies further behind in the text: it is evicted earlier
 
@@ -31,11 +31,11 @@ def block_digest(before: bytes, ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """What is known of a full block besides its KV: its hash, and (block_size, F) features of `layers`, on the CPU."""
+    """What is known of a full block besides its KV: its hash, and (block_size, F) features of `layers`."""
 
     digest: bytes
     layers: tuple[int, ...] = ()
-    features: Tensor | None = None
+    features: Numbers | None = None
 
 
 class Prefix:
@@ -49,9 +49,9 @@ class Prefix:
         self._salted, self._digest = bool(salt), cached[-1].digest if cached else root_digest(salt)
         self.ids: list[int] = []
         """that were appended and are in no full block yet"""
-        self._rows: list[Tensor] = []
+        self._rows: list[Numbers] = []
 
-    def append(self, ids: Sequence[int], features: Tensor | None) -> None:
+    def append(self, ids: Sequence[int], features: Numbers | None) -> None:
         """Take committed ids and their (n, F) features; their KV may not be in its place yet."""
         if not self._salted:
             return
@@ -65,8 +65,8 @@ class Prefix:
         self._digest = block_digest(self._digest, self.ids[:size])
         features = None
         if self._rows:
-            rows = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
-            features, self._rows = rows[:size].clone(), [rows[size:]]
+            rows = np.concatenate(self._rows) if len(self._rows) > 1 else self._rows[0]
+            features, self._rows = rows[:size].copy(), [rows[size:]]
         del self.ids[:size]
         self.blocks.append(CachedBlock(self._digest, self._layers, features))
         return len(self.blocks) - 1

@@ -34,7 +34,7 @@ from coppice.speculation.tree import DraftTree, TreeError, prune
 from coppice.wire.common import FeatureRef, Features, Fence, Row, TopLogProbs, committed_hash
 from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
-from .features import Committed, FeatureWindow, Feed, Window, columns
+from .features import Committed, FeatureWindow, Feed, Numbers, Window, columns
 from .prefix import Prefix
 
 MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and those that a move left behind
@@ -160,12 +160,12 @@ class Session:
         """Prompt ids whose KV is still missing."""
         return self.request.ids[self.committed_len :]
 
-    def commit(self, ids: list[int], features: Tensor | None) -> None:
+    def commit(self, ids: list[int], features: Numbers | None) -> None:
         """Take `ids` as committed. features: (len(ids), F) or None."""
         self._take(ids, features)
         self.prefix.append(ids, features)
 
-    def _take(self, ids: list[int], features: Tensor | None) -> None:
+    def _take(self, ids: list[int], features: Numbers | None) -> None:
         self.committed_len += len(ids)
         self.hash = committed_hash(ids, self.hash)
         if self.penalties.change_rows:
@@ -233,7 +233,7 @@ class Job:
     """rows of the piece that are text: all of a prompt, of a step those on the walk's path"""
     next_root: int | None = None
     """the id drawn behind the text; None where no root follows"""
-    features: Tensor | None = None
+    features: Numbers | None = None
     """(len(text), F) of these rows on the host, if the session wants any"""
 
     @property
@@ -421,7 +421,7 @@ class Job:
 
 
 def take_features(jobs: Sequence[Job], features: Tensor | None, layers: tuple[int, ...]) -> None:
-    """Give each job of a forward the features of its rows that are text, in one copy to the host.
+    """Give each job of a forward the features of its rows that are text, in one gather and one copy to the host.
 
     features: (T, F) of all rows of the forward, with the columns of `layers`; None when nobody wants any.
     """
@@ -431,7 +431,9 @@ def take_features(jobs: Sequence[Job], features: Tensor | None, layers: tuple[in
     numbers = np.concatenate([np.array(job.text) + job.first for job in wanting])
     with torch.inference_mode():
         taken = features.index_select(0, torch.from_numpy(numbers).to(features.device)).cpu()
-    for job, part in zip(wanting, torch.split(taken, [len(job.text) for job in wanting]), strict=True):
+    rows, end = (taken.view(torch.int16) if taken.dtype is torch.bfloat16 else taken).numpy(), 0
+    for job in wanting:
+        start, end = end, end + len(job.text)
         # A copy where others are beside it: a window would keep the rows of all sessions.
-        own = part if len(wanting) == 1 else part.clone()
+        own = rows[start:end] if len(wanting) == 1 else rows[start:end].copy()
         job.features = columns(own, layers, job.session.request.feature_layers)

@@ -266,7 +266,9 @@ async def test_verdicts_and_texts_are_those_of_the_cpu(target: Path) -> None:
             sessions = [text.verifier.worker._sessions[text.key] for text in (on_cpu, on_device)]
             used = [session.table.num_tokens for session in sessions]
             assert used[0] == used[1] == len(on_cpu.ids)
-            windows = [torch.cat(held.since(0, held.end)[1]) for held in (one.features for one in sessions) if held.end]
+            windows = [
+                np.concatenate(held.since(0, held.end)[1]) for held in (one.features for one in sessions) if held.end
+            ]
             if windows:
                 torch.testing.assert_close(*windows, atol=1e-4, rtol=1e-4)
     assert accepted > 150
