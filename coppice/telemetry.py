@@ -125,6 +125,7 @@ class SessionMetrics:
         self.forwards = counter("forwards", "packed forwards")
         self.rows = counter("rows", "rows of packed forwards")
         self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=STEP_BUCKETS)
+        self.links = Gauge(f"{role}_links", "links from clients", registry=self.registry, namespace="coppice")
         self.kv_tokens = Gauge(
             f"{role}_kv_tokens_used", "KV in use, tokens", registry=self.registry, namespace="coppice"
         )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coppice.stack import process
+from coppice.stack.redis_server import LocalRedis
 from tests import fork_server
-from tests.processes import Service
+from tests.certificates import Authority
+from tests.processes import Service, StartService
 
 # Two workers with two threads each on two cores wait for one another most of the time: a test took four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,8 +39,44 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), 96, layers=8, hidden=32, tokenizer=False)
 
 
+@pytest.fixture
+def redis() -> Iterator[LocalRedis]:
+    """On a port that it keeps when it is started again."""
+    with LocalRedis() as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
-def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+def shared_redis() -> Iterator[LocalRedis]:
+    """The same for all tests of a module."""
+    with LocalRedis() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Certificates for all roles."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    """Plain transformers on the module's target: the reference."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def verifier(start_service: StartService, target: Path) -> Service:
+    """One of the module's target."""
+    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
+
+
+@pytest.fixture(scope="module")
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartService]:
     """`start_service(module, *flags)` starts a service process on free ports and waits until it is ready.
 
     What a test does not stop ends with the module. A process that does not end by itself on SIGTERM, or not with exit

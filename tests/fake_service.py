@@ -117,7 +117,7 @@ def echo_server(refusals: int = 0) -> Iterator[tuple[str, Echo]]:
         server.stop(0).wait()
 
 
-class _Anything:
+class Anything:
     """A servicer of any service that is never called."""
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +134,7 @@ def _role(settings: Settings) -> str:
 
 async def _serve(settings: Settings, role: str) -> None:
     serving = Serving(settings.server, settings.limits, role)
-    await serving.start(SERVICES[role], _Anything(), metrics_port=9 if role == "orchestrator" else 0)
+    await serving.start(SERVICES[role], Anything(), metrics_port=9 if role == "orchestrator" else 0)
     mode = settings.verifier.name
     if mode == "dies-later":
         await asyncio.sleep(0.2)

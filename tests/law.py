@@ -25,12 +25,12 @@ from coppice.heads.base import DraftJob
 from coppice.heads.lm import sample
 from coppice.heads.ngram import sample_chain
 from coppice.speculation.policy import POLICIES, Policy
-from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
+from coppice.speculation.sampling import Row, SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
 from orchestrator.outcomes import Calibration, offers, step_log_probs
 from services.verifier.session import pq_draws, walk
 from tests import reference
-from tests.reference import keyed
+from tests.reference import dense, keyed, rows_of
 
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
@@ -59,6 +59,10 @@ class Tables:
         paths = itertools.product(range(VOCAB), repeat=LENGTH)
         probabilities = {path: self._path(params, prompt, path) for path in paths}
         return {path: probability for path, probability in probabilities.items() if probability > 0}
+
+    def rows(self, tree: DraftTree, text: Sequence[int], params: SamplingParams) -> Callable[[int], Row]:
+        """The target's rows behind the nodes of a tree, whose root is the last token of a text."""
+        return rows_of(lambda so_far: self.target[so_far[-2:]], tree, params, tuple(text))
 
     def _path(self, params: SamplingParams, prompt: tuple[int, int], path: tuple[int, ...]) -> float:
         text, probability = list(prompt), 1.0
@@ -109,8 +113,7 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
     while len(text) < len(prompt) + LENGTH:
         trees = [draft_tree(tables.drafters[HEADS.index(head)], text, params, coupled) for head in policy.heads]
         tree = policy.choose([one.of(tree) for one, tree in zip(calibrations, trees, strict=True)], budget=4).tree
-        row_at = _rows(tables, tree, text, params)
-        outcome = walk(tree, keyed(tree, row_at, params, len(text) - 1))
+        outcome = walk(tree, keyed(tree, tables.rows(tree, text, params), params, len(text) - 1))
         accepted = [int(tree.tokens[node - 1]) for node in outcome.path]
         text += accepted
         text.append(_root(tables, text, params))
@@ -125,7 +128,7 @@ def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], s
     text.append(_root(tables, text, params))
     while len(text) < len(prompt) + LENGTH:
         chain, q_rows = sampled(tables.drafters[0], text, params)
-        row_at = _rows(tables, chain, text, params)
+        row_at = tables.rows(chain, text, params)
         outcome = walk(chain, pq_draws(chain, row_at, q_rows, params.seed, len(text) - 1))
         assert outcome.drawn is not None
         text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
@@ -171,7 +174,7 @@ def pq_step(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sam
     """The first token that a head drafts behind the prompt, and the one that p/q rejection puts there."""
     text = list(prompt)
     chain, q_rows = sampled(tables.drafters[0], text, params)
-    outcome = walk(chain, pq_draws(chain, _rows(tables, chain, text, params), q_rows, params.seed, len(text) - 1))
+    outcome = walk(chain, pq_draws(chain, tables.rows(chain, text, params), q_rows, params.seed, len(text) - 1))
     drafted = int(chain.tokens[0])
     return drafted, drafted if outcome.path else outcome.drawn or 0
 
@@ -180,7 +183,8 @@ def exact_pq_step(
     tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled
 ) -> dict[tuple[int, int], float]:
     """The probability of each such pair, by the rule as it was published."""
-    p, q = _dense(decode_row(tables.target[prompt], params)), sampled(tables.drafters[0], list(prompt), params)[1][0]
+    p = dense(decode_row(tables.target[prompt], params), VOCAB)
+    q = sampled(tables.drafters[0], list(prompt), params)[1][0]
     residual = np.maximum(p - q, 0)
     pairs = np.outer(np.maximum(q - p, 0), residual / residual.sum()) + np.diag(np.minimum(p, q))
     return {pair: float(pairs[pair]) for pair in np.ndindex(pairs.shape) if pairs[pair] > 1e-12}
@@ -198,8 +202,8 @@ def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int
     while len(text) < len(prompt) + LENGTH:
         tree = draft_tree(tables.drafters[0], text, params, coupled=False)
         q = np.exp(step_log_probs(tree))
-        rows = _rows(tables, tree, text, params)
-        p_rows = [_dense(rows(node)) for node in range(len(tree) + 1)]
+        rows = tables.rows(tree, text, params)
+        p_rows = [dense(rows(node), VOCAB) for node in range(len(tree) + 1)]
         pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), q.tolist(), strict=True)
         accepted = [True, *(rng.random() < p_rows[parent][token] / q_x for token, parent, q_x in pairs)]
         best = max((_accepted_prefix(path, accepted) for path in reference.paths(tree)), key=len)
@@ -219,26 +223,6 @@ def _accepted_prefix(path: list[int], accepted: list[bool]) -> list[int]:
 
 def _root(tables: Tables, text: list[int], params: SamplingParams) -> int:
     return draw(*decode_row(tables.target[text[-2], text[-1]], params), params.seed, len(text))
-
-
-def _rows(
-    tables: Tables, tree: DraftTree, text: list[int], params: SamplingParams
-) -> Callable[[int], tuple[NDArray[np.int64], FloatArray]]:
-    def row_at(node: int) -> tuple[NDArray[np.int64], FloatArray]:
-        path: list[int] = []
-        while node:
-            path.append(int(tree.tokens[node - 1]))
-            node = int(tree.parents[node - 1])
-        so_far = text + path[::-1]
-        return decode_row(tables.target[so_far[-2], so_far[-1]], params)
-
-    return row_at
-
-
-def _dense(row: tuple[NDArray[np.int64], FloatArray]) -> FloatArray:
-    dense = np.zeros(VOCAB)
-    dense[row[0]] = np.exp(row[1])
-    return dense
 
 
 # What is decoded, and what its counts can say.

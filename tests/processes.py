@@ -1,16 +1,22 @@
-"""Service processes for tests: started as in production, stopped by SIGTERM, never left behind."""
+"""Service processes for tests: started as in production, stopped by SIGTERM, never left behind; and a loop without
+waiting.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 from tests import fork_server
 
@@ -80,8 +86,53 @@ class Service:
         self.stop()
 
 
+StartService = Callable[..., Service]
+"""what the fixture `start_service` is"""
+
+
+def free_port() -> int:
+    """One that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
     """Wait until something is so; TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Where nothing is ready, the next timer is due at once, so that sleeps take no time."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """What is ready now; else, unless a thread or a socket is all that is waited for, time passes."""
+        ready = super().select(None if timeout is None else 0)
+        self.now += (timeout or 0.0) if not ready else 0.0
+        return ready
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop on that clock, which begins at 0."""
+
+    def __init__(self) -> None:
+        self._clock = _Jumping()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        """Seconds that were slept."""
+        return self._clock.now
+
+
+def without_waiting(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Decorator: runs a test on a loop whose clock jumps."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+            runner.run(test(*arguments, **options))  # type: ignore[arg-type]
+
+    return run

@@ -76,8 +76,9 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         environment = os.environ | {"COPPICE_PROOF": "1"}
         code = subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output).returncode
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    key = "mutants" if name == "planted bugs" else "faults"
-    rows = _rows(name, json.loads(faults.read_text())) if faults.exists() else []
+    key, columns = ("mutants", MUTANTS) if name == "planted bugs" else ("faults", FAULTS)
+    report = json.loads(faults.read_text())["rows"] if faults.exists() else []
+    rows = [{column: row.get(column) for column in columns} for row in report]
     ok = code == 0 and not any(line.startswith("weak ") for line in lines)  # too little proves nothing
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -101,11 +102,6 @@ def _claim(lines: Sequence[str], rows: Sequence[Mapping[str, Any]], *, failed: b
         counts = (f"{sum(row[name] for row in rows)} {name}" for name in ("requests", "failed", "wrong"))
         return f"{', '.join(counts)}; recovery p99 at most {max(row['recovery_p99_s'] for row in rows):.1f} s"
     return [*[line for line in lines if line.startswith("ok ")][:1], *lines[-1:], ""][0]
-
-
-def _rows(name: str, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    columns = MUTANTS if name == "planted bugs" else FAULTS
-    return [{column: row.get(column) for column in columns} for row in report["rows"]]
 
 
 def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[str] = ("",)) -> bool:

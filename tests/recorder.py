@@ -9,27 +9,32 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
+import pytest
 import torch
 
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import CHUNK_BYTES, Limits
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
-from coppice.rpc.server import StreamWaits, add_service
+from coppice.rpc.server import Door, StreamWaits, add_service, server_options
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
-from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.wire.common import FeatureRef, Features, Rejection
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from coppice.wire.verifier import Commit, fed_to_wire
 from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
-from tests.sessions import hidden_states, values
+from tests.fake_service import SERVICES
+from tests.processes import Service, StartService
+from tests.sessions import continuation, hidden_states, values
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB
 
 LAYERS = (2, 3, 1)
 
@@ -98,10 +103,10 @@ class Recorder(Head):
 
 
 @asynccontextmanager
-async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncIterator[Any]:
+async def server_of(service: Any, servicer: object, port: int = 0, door: Door | None = None) -> AsyncIterator[Any]:
     """A server in this process; gives something with its address."""
-    server = grpc.aio.server()
-    add_service(server, service, servicer)
+    server = grpc.aio.server(options=server_options(Limits(), "drafter"))
+    add_service(server, service, servicer, door)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     yield SimpleNamespace(address=f"127.0.0.1:{port}")
@@ -116,7 +121,7 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> 
     waits = StreamWaits(60.0, asyncio.Event())
     verifiers = directory(allowed, "verifier", "", "", "drafter.verifiers") if allowed else None
     servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(), verifiers))
-    async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
+    async with server_of(SERVICES["drafter"], servicer, port) as server:
         yield server
     await worker.stop()
     assert not worker.failed.is_set()
@@ -165,7 +170,7 @@ def parts_of(features: Features) -> Iterable[Features]:
 @asynccontextmanager
 async def feeding(feeder: Feeder) -> AsyncIterator[FeatureRef]:
     """Serves a feeder; gives a reference to its session `s`."""
-    async with server_of(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], feeder) as server:
+    async with server_of(SERVICES["verifier"], feeder) as server:
         yield FeatureRef(server.address, "s", 0, 1)
 
 
@@ -176,3 +181,38 @@ async def fed(features: Features) -> AsyncIterator[Features]:
     feeder.go.set()
     async with feeding(feeder) as ref:
         yield Features(features.start, features.count, features.dtype, None, ref)
+
+
+# A verifier whose text is known, for drafters that follow its sessions.
+
+WINDOW = 24
+IDS = list(range(7, 47))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def truth(model: Any) -> list[int]:
+    """The prompt and what plain decoding says behind it."""
+    return [*IDS, *continuation(model, IDS, 460)]
+
+
+@pytest.fixture(scope="module")
+def start_verifier(start_service: StartService, target: Path) -> StartService:
+    flags = ["--verifier.target", str(target), "--verifier.threads", "1"]
+    window = {"TEST_CONSTANTS": f"services.verifier.features.FEATURE_WINDOW={WINDOW}"}
+    return lambda *more: start_service("services.verifier", *flags, *more, variables=window)
+
+
+@pytest.fixture(scope="module")
+def verifier(start_verifier: StartService) -> Service:
+    return start_verifier()
+
+
+def fetched(verifier: str, session: str, start: int = 0, end: int = len(IDS)) -> Features:
+    """Features of the positions start..end-1 by reference."""
+    count = end - start
+    return Features(start, count, "float32", None, FeatureRef(verifier, session, start, count))

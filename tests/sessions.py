@@ -69,12 +69,12 @@ class VerifierClient:
         self.call = stub.Verify()
         self.root = -1
 
-    async def open(self) -> SessionOpened:
-        opened = await self.ask(verify_request_to_wire(self.opening))
+    async def open(self) -> VerifierClient:
+        opened = await self.ask(self.opening)
         assert isinstance(opened, SessionOpened)
         assert opened.fence == self.fence(0)
-        self.root = self.draw(opened)
-        return opened
+        self.opened, self.root = opened, self.draw(opened)
+        return self
 
     def fence(self, step: int) -> Fence:
         return Fence(step, len(self.committed), committed_hash(self.committed))
@@ -90,7 +90,7 @@ class VerifierClient:
         """One step: commit the root and what is accepted, and draw the next root. The whole tree is verified."""
         tree = DraftTree.empty() if tree is None else tree
         step = VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
-        verdict = await self.ask(verify_request_to_wire(replace(step, **changes)))
+        verdict = await self.ask(replace(step, **changes))
         assert isinstance(verdict, Verdict)
         self.step_number += 1
         self.committed += [self.root, *(int(tree.tokens[node - 1]) for node in verdict.accepted)]
@@ -98,7 +98,10 @@ class VerifierClient:
         self.root = -1 if verdict.next is None else self.draw(verdict)
         return verdict
 
-    async def ask(self, message: Any) -> SessionOpened | Verdict:
+    async def ask(self, request: OpenSession | VerifyStep) -> SessionOpened | Verdict:
+        return await self.say(verify_request_to_wire(request))
+
+    async def say(self, message: Any) -> SessionOpened | Verdict:
         try:
             await self.call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -121,6 +124,12 @@ class VerifierClient:
 
 async def target_of(stub: Any) -> TargetDescription:
     return read_target(await stub.DescribeTarget(verifier_pb2.DescribeTargetRequest()))
+
+
+async def described(service: Any, idle: bool = False) -> TargetDescription:
+    """What a verifier says of itself; when it is idle, if that is asked for."""
+    async with verifying(service) as stub:
+        return await (until_idle if idle else target_of)(stub)
 
 
 async def until_idle(stub: Any) -> TargetDescription:
@@ -216,7 +225,8 @@ class DrafterClient:
 
     async def open(self) -> DrafterClient:
         await self.call.write(draft_request_to_wire(self.opening))
-        assert await self.read() == DraftOpened(0)
+        self.opened: Any = await self.read()
+        assert isinstance(self.opened, DraftOpened)
         return self
 
     async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:

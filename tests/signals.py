@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,12 +32,9 @@ class Counts:
 
 def counts(source: CollectorRegistry | str) -> Counts:
     """Of a registry of this process, or of another's HOST:PORT of metrics."""
-    if isinstance(source, str):
-        series = scrape(source)
-    else:
-        series = [sample for family in source.collect() for sample in family.samples]
+    own = [] if isinstance(source, str) else source.collect()
     told = Counts()
-    for sample in series:
+    for sample in scrape(source) if isinstance(source, str) else (each for family in own for each in family.samples):
         if sample.name == "coppice_signals_produced_total":
             told.produced += int(sample.value)
         elif sample.name == "coppice_signals_sent_total":
@@ -52,6 +50,11 @@ def eventually(claim: Callable[[], bool], within_s: float = 20.0) -> bool:
     while not (held := claim()) and time.monotonic() < until:
         time.sleep(0.05)
     return held
+
+
+async def holds(claim: Callable[[], bool], within_s: float = 20.0) -> bool:
+    """The same, while the loop goes on."""
+    return await asyncio.to_thread(eventually, claim, within_s)
 
 
 def queries(redis: Redis, head: str) -> list[QueryRecord]:

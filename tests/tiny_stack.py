@@ -6,18 +6,13 @@ on such a stack.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from coppice.cli import main
-from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
@@ -30,30 +25,6 @@ def tiny_stack(folder: Path) -> tuple[Path, list[str]]:
     target = make_target(folder / "target", 32, layers=6, tokenizer=False)  # so few ids that a random head is right
     block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
     return target, [f"self=lm:{target}", f"block=specblock:{block}"]
-
-
-@contextlib.contextmanager
-def serving(
-    logs: Path,
-    target: Path | None,
-    *heads: HeadSpec,
-    draft_deadline_ms: int = 2000,
-    extra: Mapping[str, Mapping[str, Any]] = {},
-    **options: Any,
-) -> Iterator[Stack]:
-    """Run a stack whose processes have a thread each, and check that what runs in the end stops by itself.
-
-    The machine that runs tests may be busy: no head is to be benched for that. Without a target it is the demo's.
-    `extra` and `options` are StackSpec's.
-    """
-    patient = {"orchestrator.draft_deadline_ms": draft_deadline_ms, **extra.get("orchestrator", {})}
-    options |= {"heads": heads, "dtype": "float32", "verifier_threads": 1, "drafter_threads": 1}
-    options["extra"] = {**extra, "orchestrator": patient}
-    spec = StackSpec(target=target, **options) if target else StackSpec.demo(**options)
-    with Stack(spec, log_dir=logs) as stack:
-        yield stack
-        running = {name for name, process in stack.processes.items() if not process.ended}
-    assert not running.intersection(stack.unclean)
 
 
 if __name__ == "__main__":

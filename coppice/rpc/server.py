@@ -192,6 +192,8 @@ class Door:
     """longest wait for the message of a call that has one"""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """set when links end that carry no session"""
+    links: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """made for each link, and entered as long as it lasts"""
 
 
 def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: bool = False) -> Handler:
@@ -234,8 +236,12 @@ def _link(linked: Mapping[MethodDescriptor, Handler], door: Door) -> Handler:
     """The method Link of a service, which carries the sessions of these methods."""
     sessions = {method.name: _guarded(method, behaviour, door, linked=True) for method, behaviour in linked.items()}
     parsers = {method.name: parser(method) for method in linked}
-    most = most_calls(door.limits)
-    return lambda requests, context: ServedLink(sessions, parsers, most).serve(requests, context, door.draining)
+
+    async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        with door.links():
+            await ServedLink(sessions, parsers, most_calls(door.limits)).serve(requests, context, door.draining)
+
+    return serve
 
 
 def _unlinked(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
@@ -399,6 +405,8 @@ class Serving:
         self.leaving = asyncio.Event()
         """set to end it, as SIGTERM does"""
         self.waits = StreamWaits(limits.idle_s, self.draining)
+        self.links: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """counts links, as a Door's"""
         self.address = ""
         self.others: dict[str, str] = {}
         """what else the ready file says, by name"""
@@ -422,7 +430,8 @@ class Serving:
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         services = {service: servicer, **beside}
         for each, each_servicer in services.items():
-            add_service(self.server, each, each_servicer, Door(self.access, self.limits, full, draining=self.draining))
+            door = Door(self.access, self.limits, full, draining=self.draining, links=self.links)
+            add_service(self.server, each, each_servicer, door)
         add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
         self._services = [each.full_name for each in services]
         host = self.settings.host

@@ -223,7 +223,7 @@ class Drafters:
         """
         settings = next(iter(each.values()))
         metrics = SessionMetrics("drafter", registry)
-        self.registry = metrics.registry
+        self.registry, serving.links = metrics.registry, metrics.links.track_inprogress
         self._producer = Producer(settings.adaptation.redis, metrics.registry, list(each))
         self._sends = bool(settings.adaptation.redis)
         self.workers = {

@@ -59,6 +59,7 @@ async def serve(settings: Settings) -> int:
 
         drafters = Drafters(heads, serving, metrics.registry, worker, worker)
         beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters.servicer}
+    serving.links = metrics.links.track_inprogress
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})
     serving.others["memory"] = worker.engine.memory

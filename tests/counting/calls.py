@@ -19,7 +19,7 @@ from coppice.client import Client
 from coppice.stack import process
 from coppice.stack.spec import HeadSpec
 from tests import fork_server
-from tests.tiny_stack import serving
+from tests.stacks import serving
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")

@@ -6,13 +6,20 @@ Each role is struck once each way; `make proof` does every scenario of `python -
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
+import typer
 
+from coppice.client.completion import StreamEvent
+from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec, StackSpec
-from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
-from tests.faults.campaign.scenarios import SCENARIOS
+from coppice.wire.generation import Chunk, Finished, Origin, Started
+from lab.report import Check
+from tests.fake_service import echo_server
+from tests.faults.campaign.load import Load, Stream
+from tests.faults.campaign.rig import FaultRow, Plan, Rig, Scenario, proxied
+from tests.faults.campaign.scenarios import SCENARIOS, choose
 from tests.tiny import make_target
 
 STRUCK = [f"{role}-{fault}" for role in ("drafter", "verifier", "orchestrator") for fault in ("kill", "stop", "cut")]
@@ -35,3 +42,103 @@ def test_texts_are_plains_and_nothing_is_left_behind(rig: Rig, scenario: Scenari
     row = asyncio.run(rig.run(scenario))
     assert row.repetitions
     assert [check for check in row.to_checks() if not check.ok] == []
+
+
+# --- the campaign's own parts: each violation is found, and a bad result is refused ---
+
+PLAIN = (11, 12, 13, 14, 15)
+
+
+def started(held: int = 0) -> tuple[StreamEvent, int]:
+    """An event, and behind how many tokens its attempt was told to go on."""
+    return Started(3, "plain", (), 0), held
+
+
+def chunk(*ids: int) -> tuple[StreamEvent, int]:
+    return Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)), 0
+
+
+def finished(new_tokens: int) -> tuple[StreamEvent, int]:
+    return Finished("length", 3, new_tokens, [], [], []), 0
+
+
+def heard(events: Sequence[tuple[StreamEvent, int]], *, left: bool = False) -> Stream:
+    """What a client saw that was handed all that came."""
+    stream = Stream(PLAIN, left=left)
+    for event, held in events:
+        stream.hear(event, held)
+    stream.ids, stream.ended = list(stream.received), stream.began
+    return stream
+
+
+WHOLE = [started(), chunk(11), chunk(12, 13), chunk(14, 15), finished(5)]
+RESUMED = [started(), chunk(11, 12), started(2), chunk(13, 14, 15), finished(3)]
+ONLY_ITS_END = [started(), chunk(*PLAIN), started(5), finished(0)]
+
+
+def test_a_good_history_breaks_no_rule() -> None:
+    left = [heard(events, left=True) for events in ([], [started()], WHOLE[:3], RESUMED[:-1])]
+    for stream in (*left, *map(heard, (WHOLE, RESUMED, ONLY_ITS_END))):
+        assert (stream.violations, stream.wrong) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("events", "wrong", "violation"),
+    [
+        ([started(), chunk(11), chunk(11, 12, 13, 14, 15), finished(6)], 5, ""),
+        ([started(), chunk(11), chunk(13, 14, 15), finished(4)], 4, ""),
+        ([started(), chunk(*PLAIN, 16), finished(6)], 1, ""),
+        ([started(), chunk(11, 12, 13), finished(3)], 2, ""),
+        ([*WHOLE, chunk(16)], 1, "chunk after the end"),
+        ([*WHOLE, finished(5)], 0, "finished after the end"),
+        ([chunk(11), started(1), chunk(12, 13, 14, 15), finished(4)], 0, "chunk before the answer started"),
+        ([started(), chunk(11, 12), started(1), *RESUMED[3:]], 0, "went on behind 1 tokens, 2 were received"),
+        ([started(), chunk(11), started(2), *RESUMED[3:]], 4, "went on behind 2 tokens, 1 were received"),
+        ([*WHOLE[:-1], finished(4)], 0, "the end says 4 tokens, 5 were received"),
+    ],
+)
+def test_every_violation_is_found(events: list[tuple[StreamEvent, int]], wrong: int, violation: str) -> None:
+    stream = heard(events)
+    assert stream.wrong == wrong
+    assert violation in "".join(stream.violations)
+    assert bool(stream.violations) == bool(violation)
+    stream = heard(WHOLE)
+    stream.ids[-1:] = []
+    assert stream.violations == ["its client was handed other tokens than came"]
+
+
+async def test_a_load_ends_its_requests_and_compares_them() -> None:
+    answers = {("one", SamplingParams()): tuple(b"one"), ("two", SamplingParams()): tuple(b"TWO")}
+    with echo_server() as (address, _):
+        async with Load(address, answers, 3, most=12) as load:
+            await load.done()
+    row = FaultRow("none")
+    row.count(load.streams)
+    assert (row.failed, row.requests, row.violations) == (0, len(load.streams), [])
+    assert row.wrong == 3 * sum(stream.expected == tuple(b"TWO") for stream in load.streams) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({}, []),
+        ({"failed": 1}, ["failed requests"]),
+        ({"wrong": 1}, ["wrong tokens"]),
+        ({"violations": ["finished after the end"]}, ["broken histories"]),
+        ({"leaks": ["verifier holds a session"]}, ["left behind"]),
+        ({"recoveries": [0.1, 5.2]}, ["recovery p99, s"]),
+        ({"weak": ["3 of 16 sessions were being answered"]}, ["repetitions that prove nothing"]),
+        ({"checks": [Check("throughput", 0.5, "0.9", False)]}, ["throughput"]),
+    ],
+)
+def test_a_row_fails_by_each_of_its_promises(changes: dict[str, object], failed: list[str]) -> None:
+    row = FaultRow("verifier-kill", 3, 48, **{"tokens": 2000, "recoveries": [0.1, 0.4], **changes})  # type: ignore[arg-type]
+    assert [check.name.rpartition(": ")[2] for check in row.to_checks() if not check.ok] == failed
+
+
+def test_scenarios_are_chosen_by_name_and_group() -> None:
+    assert choose([]) == SCENARIOS
+    names = [scenario.name for scenario in choose(["verifier-kill,redis"])]
+    assert names == ["verifier-kill", "redis-stop", "redis-cut", "redis-flush", "redis-slow"]
+    with pytest.raises(typer.BadParameter, match="'verifier-melt' is none of"):
+        choose(["verifier-melt"])

@@ -27,8 +27,8 @@ from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Started
 from orchestrator.service import GenerationServicer
 from tests.signals import eventually
+from tests.stacks import serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 
 VOCAB, CONTEXT = 300, 32_768
 SEATS = 4
@@ -39,14 +39,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A verifier with KV for two long sessions and an orchestrator with a few seats."""
     folder = tmp_path_factory.mktemp("door")
     target = make_target(folder / "target", VOCAB, max_len=CONTEXT)
+    seats = {"limits.sessions": SEATS, "limits.queued": 40, "limits.max_new_tokens": CONTEXT}
     extra = {
         "verifier": {"verifier.kv_tokens": 2 * CONTEXT + 512, "limits.queue_s": 1, "verifier.prune": False},
-        "orchestrator": {
-            "limits.sessions": SEATS,
-            "limits.queued": 40,
-            "limits.queue_s": 120,  # beside other tests a seat takes a while
-            "limits.max_new_tokens": CONTEXT,
-        },
+        "orchestrator": {**seats, "limits.queue_s": 120},  # beside other tests a seat takes a while
     }
     with serving(folder, target, *COUNTED_HEADS, draft_deadline_ms=0, extra=extra) as running:
         yield running
@@ -204,20 +200,20 @@ def test_idle_connections_do_not_keep_metrics_from_being_read(stack: Stack) -> N
     assert "Traceback" not in (stack.log_dir / "orchestrator.log").read_text()
 
 
-def _asked(address: str, service: str, statuses: list[int], count: int) -> None:
-    with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for _ in range(count):
-            statuses.append(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status)
-            time.sleep(0.1)
-
-
 async def test_health_is_answered_while_the_loop_stands_and_says_that_it_does() -> None:
     health = Health(not_ready_s=0.5)
     port = health.server.add_insecure_port("127.0.0.1:0")
     health.start("a.Service")
     statuses: list[int] = []
-    asking = Thread(target=_asked, args=(f"127.0.0.1:{port}", "a.Service", statuses, 15))
+
+    def ask() -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for _ in range(15):
+                request = health_pb2.HealthCheckRequest(service="a.Service")
+                statuses.append(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
+                time.sleep(0.1)
+
+    asking = Thread(target=ask)
     asking.start()
     await asyncio.sleep(0.3)
     time.sleep(1)  # noqa: ASYNC251  # as a bug would

@@ -27,20 +27,21 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import SERVICES, Ready
 from coppice.stack.spec import HeadSpec
-from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire.verifier import verify_request_to_wire
 from services.adapter.push import DrafterLink
+from tests import fake_service
 from tests.faults import talks
 from tests.faults.campaign.rig import Held, held
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
 from tests.proof import ROOT
 from tests.pushes import Push, altered
+from tests.stacks import serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
-MESSAGES = 800  # to each method of each service; tests/nightly sends 100,000
+pytestmark = pytest.mark.timeout(60, func_only=True)
 AT_ONCE = 8
 ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
 MEMORY = 24 << 20
@@ -53,10 +54,7 @@ have four times as much: eight of them hold what many sessions sent, and 5,000 f
 PROMPT = tuple(range(7, 30))
 Answers = tuple[tuple[int, ...], ...]
 DESCRIPTORS = {
-    (service.full_name, method.name): method
-    for module in (verifier_pb2, drafter_pb2, generation_pb2, adapter_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
+    (service.full_name, method.name): method for service in fake_service.SERVICES.values() for method in service.methods
 }
 
 
@@ -89,6 +87,12 @@ def pushes(stack: Stack) -> list[Push]:
     loaded = load_head("specblock", str(block.path), str(stack.spec.target))
     first = Weights.of(public_weights(loaded.model, loaded.config))
     return [Push.of(block.name, first, altered(first, seed)) for seed in range(5)]
+
+
+@pytest.fixture
+def messages() -> int:
+    """To each method of each service; tests/nightly sends 100,000."""
+    return 800
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +184,6 @@ def case(service: str, method: str, says: Callable[[Stack, list[Push]], Says], *
 
 
 REFUSED = "INVALID_ARGUMENT"
-
-
 CASES = [
     case("verifier", "DescribeTarget", lambda *_: talks.saying(verifier_pb2.DescribeTargetRequest()), REFUSED),
     case("verifier", "FetchFeatures", lambda *_: talks.fetching, REFUSED, "NOT_FOUND"),
@@ -212,10 +214,19 @@ CASES = [
 ]
 
 
-async def survive(
-    stack: Stack, service: str, method: str, say: Says, expected: set[str], right: Answers, messages: int
+@pytest.mark.parametrize(("service", "method", "says", "expected"), CASES)
+async def test_a_method_survives_whatever_is_sent_to_it(
+    stack: Stack,
+    pushes: list[Push],
+    right: Answers,
+    messages: int,
+    service: str,
+    method: str,
+    says: Callable[[Stack, list[Push]], Says],
+    expected: set[str],
 ) -> None:
-    """Fuzz a method: afterwards the service holds what it held, and the stack answers as before."""
+    """Afterwards the service holds what it held, and the stack answers as before."""
+    say = says(stack, pushes)
     ready = stack.services[service]
     described = DESCRIPTORS[SERVICES[ready.role], method]
     async with session_beside(stack):
@@ -235,20 +246,6 @@ async def survive(
     log = (Path(str(stack.log_dir)) / f"{service}.log").read_text()
     assert not re.search(r"unexpected error|Traceback|forward failed|drafting failed|goes on without", log), log[-3000:]
     assert await asyncio.to_thread(answers, stack) == right
-
-
-@pytest.mark.timeout(60, func_only=True)
-@pytest.mark.parametrize(("service", "method", "says", "expected"), CASES)
-async def test_a_method_survives_whatever_is_sent_to_it(
-    stack: Stack,
-    pushes: list[Push],
-    right: Answers,
-    service: str,
-    method: str,
-    says: Callable[[Stack, list[Push]], Says],
-    expected: set[str],
-) -> None:
-    await survive(stack, service, method, says(stack, pushes), expected, right, MESSAGES)
 
 
 def test_every_method_is_documented_and_fuzzed() -> None:

@@ -27,14 +27,13 @@ from orchestrator.heads import HeadPool
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
-from tests.followed import IDS, model, start_verifier, target, truth, verifier
-from tests.processes import Service
-from tests.recorder import server_of
+from tests.fake_service import SERVICES
+from tests.processes import Service, StartService
+from tests.recorder import IDS, server_of, start_verifier, target, truth, verifier
 
-__all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
+__all__ = ["start_verifier", "target", "truth", "verifier"]  # fixtures
 
 NEW = 12
-SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 EXTREMES = {
     FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), -(1 << 62), 1 << 62, (1 << 63) - 1),
@@ -130,13 +129,13 @@ def lies(kind: str) -> list[Lie]:
 
 @pytest.mark.parametrize("kind", ["opened", "delta", "head"])
 async def test_extremes_in_every_number_fail_no_request(
-    start_service: Callable[..., Service], verifier: Service, truth: list[int], kind: str
+    start_service: StartService, verifier: Service, truth: list[int], kind: str
 ) -> None:
     liars = [Liar(truth), *(Liar(truth, lie) for lie in lies(kind))]
     async with contextlib.AsyncExitStack() as servers:
         flags = ["--orchestrator.verifiers", verifier.address, "--orchestrator.draft_deadline_ms", "2000"]
         for number, liar in enumerate(liars):
-            server = await servers.enter_async_context(server_of(SERVICE, liar))
+            server = await servers.enter_async_context(server_of(SERVICES["drafter"], liar))
             flags += ["--orchestrator.heads", f"head{number}={server.address}"]
         service = await asyncio.to_thread(start_service, "orchestrator", *flags)
         async with AsyncClient(service.address) as client:
@@ -224,15 +223,13 @@ _FEATURES = verifier_pb2.SessionOpened(features={"start": 1000, "count": 4, "dty
 class Two:
     """An orchestrator in this process that has a lying verifier, which it prefers, and an honest one."""
 
-    def __init__(self, addresses: list[str], drafter: str) -> None:
-        self.metrics, self.verifiers = OrchestratorMetrics(), TargetPool(addresses, Dialer(), failover_s=10)
-        self.heads = {"head": HeadPool("head", [drafter], Dialer(), self.metrics, 6)}
-
-    async def start(self) -> None:
+    async def start(self, addresses: list[str], drafter: str) -> None:
+        metrics, self.verifiers = OrchestratorMetrics(), TargetPool(addresses, Dialer(), failover_s=10)
+        self.heads = {"head": HeadPool("head", [drafter], Dialer(), metrics, 6)}
         settings = Settings(orchestrator={"draft_deadline_ms": 2000.0})  # type: ignore[arg-type]
         target = await self.verifiers.first_target()
         await self.heads["head"].look_at_all()
-        self.service = GenerationServicer(settings, target, self.verifiers, self.heads, None, self.metrics)
+        self.service = GenerationServicer(settings, target, self.verifiers, self.heads, None, metrics)
 
     async def generate(self, **more: Any) -> list[int]:
         """The ids of an answer."""
@@ -245,19 +242,18 @@ class Two:
 
 @asynccontextmanager
 async def lied_to(honest: str, truth: list[int], kind: str, lie: Callable[[Any], object]) -> AsyncIterator[Any]:
-    service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
-    async with Dialer().open(honest) as channel, server_of(SERVICE, Liar(truth)) as drafter:
+    async with Dialer().open(honest) as channel, server_of(SERVICES["drafter"], Liar(truth)) as drafter:
         liar = LyingVerifier(Stub(channel, verifier_pb2), kind, lie)
-        async with server_of(service, liar) as lying:
-            two = Two([lying.address, honest], drafter.address)
-            await two.start()
+        async with server_of(SERVICES["verifier"], liar) as lying:
+            two = Two()
+            await two.start([lying.address, honest], drafter.address)
             yield liar, two
             for replica in (*two.verifiers.replicas, *two.heads["head"].replicas):
                 await replica.channel.close()
 
 
 @pytest.fixture(scope="module")
-def honest(start_verifier: Callable[..., Service]) -> Service:
+def honest(start_verifier: StartService) -> Service:
     """Without a prefix cache: the first address is preferred."""
     return start_verifier("--verifier.prefix_cache", "0")
 

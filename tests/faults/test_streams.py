@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from coppice.rpc.server import MAX_DETAILS, Door, StreamWaits, add_service, serv
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.telemetry import SessionMetrics
-from coppice.v1 import drafter_pb2, generation_pb2
+from coppice.v1 import generation_pb2
 from coppice.v1.common_pb2 import Frame
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, draft_request_to_wire
@@ -37,7 +37,8 @@ from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
 from tests.fake_service import SERVICES
 from tests.faults.test_fuzz import State, lets_go
-from tests.processes import Service
+from tests.processes import StartService
+from tests.recorder import server_of
 from tests.tiny import make_target
 
 SERVICE, GENERATION = "/coppice.v1.DrafterService", "/coppice.v1.GenerationService"
@@ -53,7 +54,7 @@ PINGS_MS = 10_000  # as often as gRPC's other implementations let a client ping
 
 
 @pytest.fixture(scope="module")
-def lookup(start_service: Callable[..., Service]) -> Ready:
+def lookup(start_service: StartService) -> Ready:
     flags = ["--drafter.kind", "lookup", "--limits.idle_s", str(IDLE_S), "--drafter.depth", "4"]
     service = start_service("services.drafter", *flags)
     return Ready("drafter", service.address, service.health, service.metrics, service.process.pid)
@@ -125,9 +126,7 @@ async def test_thousands_of_streams_that_are_cancelled_leave_nothing(lookup: Rea
     assert after.has_not_grown(before, 8 << 20), (before, after)
 
 
-async def test_what_callers_say_beyond_the_answer_keeps_no_stream(
-    start_service: Callable[..., Service], tmp_path: Path
-) -> None:
+async def test_what_callers_say_beyond_the_answer_keeps_no_stream(start_service: StartService, tmp_path: Path) -> None:
     """gRPC keeps a stream that ended with messages unread, and a connection has only so many."""
     few = ("--limits.sessions", "1", "--limits.queued", "1", "--verifier.threads", "1")
     verifier = start_service("services.verifier", "--verifier.target", str(make_target(tmp_path / "target", 300)), *few)
@@ -173,13 +172,9 @@ class Careless:
 
 @asynccontextmanager
 async def careless(limits: Limits = READ_OR_LEAVE, message_s: float = 5.0) -> AsyncIterator[tuple[Careless, str]]:
-    server, servicer = grpc.aio.server(options=server_options(Limits(), "drafter")), Careless()
-    service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-    add_service(server, service, servicer, Door(limits=limits, message_s=message_s))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    await server.stop(0)
+    servicer, door = Careless(), Door(limits=limits, message_s=message_s)
+    async with server_of(SERVICES["orchestrator"], servicer, door=door) as server:
+        yield servicer, server.address
 
 
 async def test_a_caller_that_does_not_read_is_left() -> None:
@@ -250,7 +245,7 @@ async def test_no_read_is_cancelled_when_a_call_is_refused(method: str, said: tu
     await worker.start()
     waits = StreamWaits(60, asyncio.Event())
     servicer, transport = DrafterServicer({"head": worker}, Limits(), waits, Verifiers(Dialer())), Transport()
-    add_service(transport, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer)  # type: ignore[arg-type]
+    add_service(transport, SERVICES["drafter"], servicer)  # type: ignore[arg-type]
     before = asyncio.all_tasks()
     await transport.call(method, said)
     assert transport.code is grpc.StatusCode.INVALID_ARGUMENT

@@ -40,7 +40,7 @@ def test_steps_take_the_time_slept_and_more_and_every_process_works_for_them(sta
     for line in lines:
         drafts = line["method"] != "plain"
         assert line["T_M"] >= SMALL.t_m_ms
-        assert line["T_D"] >= 0.9 * SMALL.t_d_ms * drafts  # a first step may go on without the head
+        assert (line["T_D"] > 0.1 * SMALL.t_d_ms) == drafts  # steps whose draft is late go on without it
         assert line["step"] > SMALL.t_m_ms + SMALL.t_d_ms * drafts
         assert line["p99"] >= line["beside"] > 0
         assert min(line[name] for name in ("verifier", "orchestrator", "client", "steps/s", "sessions/core")) > 0

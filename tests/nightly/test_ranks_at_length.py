@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
-from tests.processes import Service
+from tests.processes import Service, StartService
 from tests.services.test_ranks import VOCAB, flags, other_ranks, refusal, target
 
 __all__ = ["target"]  # the fixture
 
 
 @pytest.fixture
-def two(start_service: Callable[..., Service], target: Path) -> Service:
+def two(start_service: StartService, target: Path) -> Service:
     return start_service("services.verifier", *flags(target, 2), ready_s=150.0)
 
 

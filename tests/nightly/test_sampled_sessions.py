@@ -8,8 +8,7 @@ from typing import Any
 
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import Stack
-from coppice.stack.spec import StackSpec
+from tests.stacks import serving
 
 SESSIONS = 1000 if os.environ.get("COPPICE_PROOF") else 12
 NEW = 16
@@ -17,8 +16,7 @@ NEW = 16
 
 def test_sampled_sessions_are_plain_decodings_own() -> None:
     rng, different = random.Random(1), []
-    stack = Stack(StackSpec.demo(dtype="float32", verifier_threads=1, drafter_threads=1))
-    with stack, Client(stack.address) as client:
+    with serving() as stack, Client(stack.address) as client:
         model = client.describe()
         for number in range(SESSIONS):
             prompt = [rng.randrange(model.vocab_size) for _ in range(rng.randrange(1, 24))]
@@ -34,4 +32,3 @@ def test_sampled_sessions_are_plain_decodings_own() -> None:
             if client.generate(prompt, policy=policy, budget=budget, **told).ids != plain.ids:
                 different.append((number, policy, budget))
     assert not different
-    assert not stack.unclean

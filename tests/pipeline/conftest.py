@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -11,16 +13,14 @@ from typing import Any
 import pytest
 
 from coppice.client.client import Client
-from coppice.rpc.channels import Dialer, Stub
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
-from coppice.v1 import verifier_pb2
+from tests.stacks import serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 
 VOCAB = 300
-HEADS, SEATS = ("specblock-code", "lookup"), 16
+HEADS = ("specblock-code", "lookup")
 """of the demo's stack"""
 
 
@@ -43,13 +43,9 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The demo's target with two heads, HTTP and the page. Machines may be busy: no head is benched, nothing pruned."""
+    """The demo's target with two heads, HTTP and the page. Nothing is pruned: a machine may be busy."""
     logs = tmp_path_factory.mktemp("demo")
-    seats = {
-        "limits.sessions": SEATS,
-        "limits.queued": 0,
-        "server.grace_s": 0.5,
-    }
+    seats = {"limits.sessions": 16, "limits.queued": 0, "server.grace_s": 0.5}
     extra = {"orchestrator": seats, "verifier": {"verifier.prune": False}}
     with serving(logs, None, *map(HeadSpec.shipped, HEADS), http_port=0, extra=extra) as running:
         yield running
@@ -71,15 +67,6 @@ def reference(target: Path) -> Reference:
     return Reference(target, "float32", threads=1)
 
 
-async def described(address: str) -> verifier_pb2.DescribeTargetResponse:
-    """What a verifier says of itself."""
-    channel = Dialer().open(address)
-    try:
-        return await Stub(channel, verifier_pb2).DescribeTarget(verifier_pb2.DescribeTargetRequest())
-    finally:
-        await channel.close()
-
-
 def call(
     stack: Stack, path: str, body: Any = None, kind: str = "application/json"
 ) -> tuple[int, dict[str, str], bytes]:
@@ -89,6 +76,22 @@ def call(
     connection.request("GET" if body is None else "POST", path, data, {"Content-Type": kind} if kind else {})
     response = connection.getresponse()
     return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def node_modules(config: pytest.Config, name: str, *packages: str) -> Path:
+    """A folder with packages, kept between test runs under a name. Skips where they cannot be had."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("there is no node")
+    assert config.cache is not None
+    folder = config.cache.mkdir(f"node-{name}")
+    if not (folder / "complete").exists():
+        command = ["npm", "install", "--no-audit", "--no-fund", *packages]
+        try:
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=90)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            pytest.skip(f"{', '.join(packages)} cannot be installed")
+        (folder / "complete").touch()
+    return folder / "node_modules"
 
 
 def parts_of(stream: str) -> list[dict[str, Any]]:

@@ -26,16 +26,15 @@ from coppice.stack.spec import HeadSpec
 from coppice.v1 import adapter_pb2 as pb
 from services.adapter.push import DrafterLink
 from tests.faults.campaign.scenarios import QUICK
-from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
+from tests.pipeline.test_feature_heads import KINDS, POLICIES, PROMPTS, heads, target
 from tests.pushes import altered
 from tests.signals import eventually
-from tests.tiny_stack import serving
+from tests.stacks import serving
 
 __all__ = ["heads", "target"]  # fixtures
 
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3))
 PLAIN = {"policy": "plain", "max_new_tokens": 24, "ignore_eos": True}
-POLICIES = ("single:block", "single:eagle", "route", "merge")
 PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 24
 Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]
 """the ids of answers, by prompt and sampling"""

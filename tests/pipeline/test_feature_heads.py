@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
+from tests.signals import eventually
+from tests.stacks import interrupted, serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, DRAFT_VOCAB, WINDOW = 32, 24, 24
@@ -88,9 +90,9 @@ async def test_many_sessions_at_once_are_plain_decoding_under_every_policy_and_b
         assert {1, 2} <= seen, policy
 
 
-def chunks(client: Client, policy: str, sampling: SamplingParams = GREEDY) -> Iterator[Chunk]:
+def chunks(client: Client, policy: str) -> Iterator[Chunk]:
     """What a long answer to the longest prompt consists of; each chunk tells the tree of its step."""
-    told = {"policy": policy, "sampling": sampling, "max_new_tokens": 1900, "ignore_eos": True, "trees": True}
+    told = {"policy": policy, "max_new_tokens": 1900, "ignore_eos": True, "trees": True}
     for event in client.stream(PROMPTS[2], **told):
         if isinstance(event, Chunk):
             yield event
@@ -105,53 +107,47 @@ def test_a_drafter_that_stands_still_is_left_and_drafts_again_in_the_same_text(
     stack: Stack, client: Client, reference: Reference
 ) -> None:
     pid = stack.services["drafter-eagle"].pid
-    ids: list[int] = []
-    phase, until = "before", 20
+    stream, ids = chunks(client, "single:eagle"), list[int]()
+
+    def read(goes_on: Callable[[Chunk], bool]) -> None:
+        for chunk in stream:
+            ids.extend(chunk.ids)
+            if not goes_on(chunk):
+                return
+        raise AssertionError("the text ended")
+
+    def read_more(end: int) -> None:
+        read(lambda _: len(ids) < end)
+
     try:
-        for chunk in chunks(client, "single:eagle"):
-            ids += chunk.ids
-            if phase == "before" and len(ids) >= until:
-                os.kill(pid, signal.SIGSTOP)
-                phase = "stopping"
-            elif phase == "stopping" and not drafted(chunk):
-                phase, until = "still", len(ids) + WINDOW
-            elif phase == "still" and len(ids) >= until:
-                os.kill(pid, signal.SIGCONT)
-                phase = "going on"
-            elif phase == "going on" and drafted(chunk):
-                phase, until = "drafting", len(ids) + WINDOW
-            elif phase == "drafting" and len(ids) >= until:
-                break
+        read_more(20)
+        os.kill(pid, signal.SIGSTOP)
+        read(drafted)
+        read_more(len(ids) + WINDOW)
+        os.kill(pid, signal.SIGCONT)
+        read(lambda chunk: not drafted(chunk))
+        read_more(len(ids) + WINDOW)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert phase == "drafting"
     assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
 
 
 def test_killed_drafters_are_missed_by_nobody_and_draft_again_after_their_restart(
     stack: Stack, client: Client, reference: Reference
 ) -> None:
-    ids: list[int] = []
-    for chunk in chunks(client, "merge"):
-        for name, at in (("block", 20), ("eagle", 40)):
-            if len(ids) < at <= len(ids) + len(chunk.ids):
-                os.kill(stack.services[f"drafter-{name}"].pid, signal.SIGKILL)
-        ids += chunk.ids
-        if len(ids) >= 80:
-            break
-    assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
+    def kill() -> None:
+        for name in KINDS:
+            os.kill(stack.services[f"drafter-{name}"].pid, signal.SIGKILL)
 
+    def drafts(name: str) -> bool:
+        answer = client.generate(PROMPTS[2], policy=f"single:{name}", **told)
+        assert answer.ids == plain.ids
+        return sum(answer.verified_nodes) > 0
+
+    ids = interrupted(client, PROMPTS[2], kill, policy="merge", max_new_tokens=80)
+    assert ids == reference.greedy(PROMPTS[2], 80).ids
+    told = {"sampling": SAMPLED, "max_new_tokens": 4 * WINDOW, "ignore_eos": True}
+    plain = client.generate(PROMPTS[2], policy="plain", **told)
     for name in KINDS:
         stack.restart(f"drafter-{name}")
-    for name in KINDS:
-        ids.clear()
-        until = None
-        for chunk in chunks(client, f"single:{name}", SAMPLED):
-            ids += chunk.ids
-            if until is None and drafted(chunk):
-                until = len(ids) + 2 * WINDOW
-            if until is not None and len(ids) >= until:
-                break
-        assert until is not None
-        told = {"sampling": SAMPLED, "max_new_tokens": len(ids), "ignore_eos": True}
-        assert tuple(ids) == client.generate(PROMPTS[2], policy="plain", **told).ids
+        assert eventually(partial(drafts, name))

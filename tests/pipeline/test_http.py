@@ -77,10 +77,7 @@ BIASED |= {"min_p": 0.01, "top_k": 50}
         ({}, {"temperature": 0.0, "max_new_tokens": 48}),
         ({}, {"temperature": 1.0, "seed": 7, "max_new_tokens": 48}),
         ({"messages": CHAT}, {"temperature": 1.0, "seed": 5, "max_new_tokens": 24}),
-        (
-            {"logit_bias": {"65": 5, "66": -100}},
-            {**BIASED, "max_new_tokens": 24, "logit_bias": {65: 5.0, 66: -100.0}},
-        ),
+        ({"logit_bias": {"65": 5, "66": -100}}, {**BIASED, "max_new_tokens": 24, "logit_bias": {65: 5.0, 66: -100.0}}),
     ],
 )
 def test_an_answer_is_the_text_of_grpc(
@@ -151,11 +148,8 @@ def scores_of(log_probs: dict[str, Any] | None) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_openais_client_reads_completions_and_chats_and_sends_histories_back(client: openai.OpenAI) -> None:
+def test_openais_client_reads_chats_and_sends_histories_back(client: openai.OpenAI) -> None:
     options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
-    whole = client.completions.create(prompt=PROMPT, **options)
-    parts = list(client.completions.create(prompt=PROMPT, **options, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     message = client.chat.completions.create(messages=CHAT, **options).choices[0].message
     chunks = list(client.chat.completions.create(messages=CHAT, **options, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content

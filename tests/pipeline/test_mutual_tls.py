@@ -22,21 +22,16 @@ from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
-from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.pipeline.test_page import CHROMIUM, chromium
 from tests.signals import eventually
-from tests.tiny_stack import serving
+from tests.stacks import serving
 
 __all__ = ["heads", "target"]  # fixtures
 
 TOKEN, NEW = "a token", 16
 ROLES = ("verifier", "drafter", "orchestrator", "adapter")
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """Heads in the verifiers' processes: texts are the target's, a drafter's verbs work at a verifier's address, and when
-heads fail, drain, are killed and learn, texts never notice.
+replicas come, drain, fail, are killed and learn, texts never notice.
 
 All of it with certificates, and with a registry in which replicas find each other.
 """
@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -24,10 +25,10 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.process import SERVICES
+from coppice.stack.process import SERVICES, as_flags
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec
-from coppice.telemetry import metric
+from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
 from services.adapter.push import DrafterLink
@@ -36,11 +37,11 @@ from tests.faults.campaign.scenarios import QUICK
 from tests.mortal_head import DIES, FAILS
 from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
-from tests.replicas import fit, interrupted, registry
+from tests.processes import StartService
 from tests.signals import eventually
-from tests.tiny_stack import serving
+from tests.stacks import interrupted, serving
 
-__all__ = ["heads", "registry", "target"]  # fixtures
+__all__ = ["heads", "target"]  # fixtures
 
 NEW, LONG = 32, 100
 VERIFIERS = ("verifier-0", "verifier-1")
@@ -58,7 +59,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def stack(
     authority: Authority,
-    registry: LocalRedis,
+    shared_redis: LocalRedis,
     target: Path,
     heads: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
@@ -66,7 +67,7 @@ def stack(
     """Two verifiers with two heads each, an orchestrator and an adapter."""
     packages = tmp_path_factory.mktemp("packages")
     install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
-    at = {"directory.redis": registry.url, "adaptation.redis": registry.url}
+    at = {"directory.redis": shared_redis.url, "adaptation.redis": shared_redis.url}
     found = {
         "verifier": {},
         "orchestrator": {
@@ -78,13 +79,12 @@ def stack(
     both = HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")
     extra = {role: {**at, **authority.flags(role), **more} for role, more in found.items()}
     extra["drafter"] = {"drafter.verifiers": "redis"}
-    options = {"one_process": True, "verifiers": 2, "adapt": True, "extra": extra}
-    logs = tmp_path_factory.mktemp("logs")
+    options = {"one_process": True, "verifiers": 2, "adapt": True, "extra": extra, "draft_deadline_ms": 20_000}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(packages)
         patch.setenv("TEST_CONSTANTS", "coppice.rpc.directory.LEASE_S=20")
         patch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
-        with serving(logs, target, *both, draft_deadline_ms=20_000, **options) as running:
+        with serving(tmp_path_factory.mktemp("logs"), target, *both, **options) as running:
             yield running
 
 
@@ -94,9 +94,10 @@ def client(stack: Stack, authority: Authority) -> Iterator[Client]:
         yield connected
 
 
-@pytest.fixture(scope="module")
-def reference(target: Path) -> Reference:
-    return Reference(target, "float32", threads=1)
+def fit(stack: Stack) -> dict[str, int]:
+    """Replicas of each pool that the orchestrator would use."""
+    samples = scrape(stack.orchestrator.metrics)
+    return {each.labels["pool"]: int(each.value) for each in samples if each.name == "coppice_replicas_fit"}
 
 
 def drafted(stack: Stack) -> float:
@@ -130,9 +131,9 @@ def texts_are_plains(client: Client, reference: Reference, policy: str, prompts:
         assert client.generate(prompt, policy=policy, sampling=SAMPLED, **told).ids == plain
 
 
-def answer(client: Client, blow: Callable[[], object]) -> tuple[int, ...]:
+def answer(client: Client, blow: Callable[[], object], **options: Any) -> tuple[int, ...]:
     """A drafted answer in whose middle something happens."""
-    return interrupted(client, PROMPTS[1], blow, max_new_tokens=LONG, policy="single:block")
+    return interrupted(client, PROMPTS[1], blow, max_new_tokens=LONG, policy="single:block", **options)
 
 
 def sessions(stack: Stack, role: str, count: str) -> float:
@@ -185,9 +186,19 @@ def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
         assert eventually(pushed, 60)
 
 
+def test_a_verifier_is_noticed_when_it_comes_and_when_it_leaves(
+    stack: Stack, authority: Authority, start_service: StartService
+) -> None:
+    flags = {**stack.spec.extra["verifier"], "verifier.target": stack.spec.target, "server.host": "127.0.0.1"}
+    third = start_service("services.verifier", *as_flags(flags))
+    assert eventually(lambda: fit(stack)["verifier"] == 3, 10)
+    third.stop()
+    assert eventually(lambda: fit(stack)["verifier"] == 2, 10)
+
+
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
-    stack: Stack, registry: LocalRedis, client: Client, reference: Reference, name: str
+    stack: Stack, shared_redis: LocalRedis, client: Client, name: str
 ) -> None:
     def listed() -> list[bool]:
         keys = [registry_key("verifier", ""), *(registry_key("drafter", head) for head in HEADS)]
@@ -195,12 +206,14 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
 
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
     terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
-    with Redis.from_url(registry.url) as redis:
+    with Redis.from_url(shared_redis.url) as redis:
         assert listed() == [True, True, True]
-        assert answer(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+        drained = answer(client, terminate, sampling=SAMPLED)
         assert eventually(lambda: listed() == [False, False, False], 3), "it left; its leases would run for longer"
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 1), 10)
     assert stack.restart(name), "it ended by itself, with exit code 0"
+    told = {"policy": "plain", "sampling": SAMPLED, "max_new_tokens": LONG, "ignore_eos": True}
+    assert drained == client.generate(PROMPTS[1], **told).ids
 
 
 def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
@@ -214,6 +227,18 @@ def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
         texts_are_plains(client, reference, "single:block", PROMPTS[1:])
         assert drafted(stack) > before, "the other verifier's heads draft"
         stack.restart(name)
+
+
+def test_a_request_waits_for_the_only_verifiers_to_come_back(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    def restart() -> None:
+        for name in VERIFIERS:
+            os.kill(stack.services[name].pid, signal.SIGKILL)
+        for name in VERIFIERS:
+            stack.restart(name)
+
+    assert answer(client, restart) == reference.greedy(PROMPTS[1], LONG).ids
 
 
 async def test_a_head_that_fails_fails_alone(

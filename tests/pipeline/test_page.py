@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from coppice.client.client import Client
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.stack.launch import Stack
 from orchestrator.http.server import FILES, HEADERS, is_page_served
-from tests.browser import CHROMIUM, chromium, until, visiting
-from tests.node import node_modules
-from tests.pipeline.conftest import call, parts_of
+from tests.pipeline.conftest import call, node_modules, parts_of
 
-ROOT = Path(__file__).parents[2]
 PROMPT, TOKENS = "def read_lines(path):\n", 48
 MARKUP = "<img src=x onerror=\"document.title='run'\">"
 TAP = """() => {
@@ -32,6 +32,42 @@ TAP = """() => {
   };
 }"""
 """keeps a copy of the next stream: browsers give none of a body that was read while it came"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+"""where the system's Chromium is, if there is one"""
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser without a window."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def visiting(browser: Browser, address: str, **options: Any) -> Iterator[Page]:
+    """A page of its own at an address. Raises AssertionError for errors of the page, and requests to elsewhere."""
+    site = address.rpartition("/")[0]
+    context = browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **options})
+    page, wrong = context.new_page(), list[str]()
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    # Chromium calls a stream that was read to its end aborted.
+    page.on("requestfailed", lambda one: None if "ERR_ABORTED" in (one.failure or "") else wrong.append(one.url))
+    page.on("request", lambda one: None if one.url.startswith((site, "blob:")) else wrong.append(one.url))
+    page.goto(address)
+    yield page
+    context.close()
+    assert not wrong, wrong
+
+
+def until(page: Page, expression: str, within_s: float = 60.0) -> None:
+    """Wait until an expression is true on a page. Its policy forbids the polling that playwright brings along."""
+    end = time.monotonic() + within_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(50)
 
 
 @pytest.fixture(scope="module")

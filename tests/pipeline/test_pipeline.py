@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
 from tokenizers import Tokenizer
 
 from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField
+from coppice.prompts import demo_prompts
 from coppice.rpc.channels import Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
+from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Timings
-from tests.pipeline.conftest import VOCAB, described
+from tests.fake_service import echo_server
+from tests.pipeline.conftest import VOCAB, node_modules
+from tests.sessions import described
+from tests.stacks import serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
 NEW = 40
 POLICIES = ("plain", "single:self", "single:lookup", "route", "merge", "auto")
-
-
 BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
 ALL = SamplingParams(
     temperature=0.8,
@@ -232,10 +242,8 @@ def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path) -> None:
     reference = Reference(penalised, "float32", threads=1)
-    with (
-        serving(tmp_path / "logs", penalised, HeadSpec("self", "lm", penalised)) as stack,
-        Client(stack.address) as client,
-    ):
+    own = HeadSpec("self", "lm", penalised)
+    with serving(tmp_path / "logs", penalised, own) as stack, Client(stack.address) as client:
         assert client.describe().repetition_penalty == 1.25
         expected = reference.greedy(PROMPTS[0], NEW).ids
         assert expected == reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.25)).ids
@@ -247,12 +255,7 @@ def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path)
         assert reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3)) == "identical"
 
 
-@pytest.fixture
-def verifier(stack: Stack) -> str:
-    return stack.services["verifier"].address
-
-
-async def test_after_mixed_sessions_everything_is_closed_and_no_kv_is_used(stack: Stack, verifier: str) -> None:
+async def test_after_mixed_sessions_everything_is_closed_and_no_kv_is_used(stack: Stack) -> None:
     rng = random.Random(1)
 
     async def one(client: AsyncClient, number: int) -> None:
@@ -270,10 +273,110 @@ async def test_after_mixed_sessions_everything_is_closed_and_no_kv_is_used(stack
     async with AsyncClient(stack.address) as client:
         for start in range(0, 60, 20):
             await asyncio.gather(*(one(client, number) for number in range(start, start + 20)))
-    for _ in range(100):
-        now = await described(verifier)
-        if now.sessions == 0 and now.kv_tokens_used == 0:
-            break
-        await asyncio.sleep(0.05)
+    now = await described(stack.services["verifier"], idle=True)
     assert (now.sessions, now.kv_tokens_used) == (0, 0)
     assert now.sessions_opened == now.sessions_closed >= 48
+    assert 1 <= metric(stack.services["verifier"].metrics, "coppice_verifier_links") < 20  # 20 sessions share them
+
+
+# --- heads that know nothing, and trained ones ---
+
+
+@pytest.fixture(scope="module")
+def guessing(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A head with other random weights than the target's."""
+    head = HeadSpec("random", "lm", make_target(tmp_path_factory.mktemp("random"), VOCAB, layers=2, seed=1))
+    with serving(tmp_path_factory.mktemp("logs"), target, head) as running:
+        yield running
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_random_head_is_soon_left_alone_by_auto_and_the_text_is_plains(guessing: Stack, temperature: float) -> None:
+    told = {"max_new_tokens": 240, "ignore_eos": True, "sampling": SamplingParams(temperature=temperature, seed=3)}
+    with Client(guessing.address) as client:
+        for prompt, most in ((PROMPTS[1], 0.5), (PROMPTS[2], 0.15)):
+            answer = client.generate(prompt, policy="auto", **told)
+            assert answer.ids == client.generate(prompt, policy="plain", **told).ids
+            assert sum(routed >= 0 for routed in answer.routed) < most * answer.steps
+    assert metric(guessing.orchestrator.metrics, "coppice_auto_choices_total") > 0
+
+
+def test_what_is_left_out_changes_no_text_and_a_named_budget_is_kept(guessing: Stack) -> None:
+    told = {"policy": "single:random", "max_new_tokens": 240, "ignore_eos": True}
+    with Client(guessing.address) as client:
+        named, free = client.generate(PROMPTS[1], budget=31, **told), client.generate(PROMPTS[1], **told)
+    assert free.ids == named.ids
+    assert min(named.verified_nodes[:-1]) == 31
+    assert sum(free.verified_nodes) <= sum(named.verified_nodes)
+
+
+CODE = [prompt.prompt for prompt in demo_prompts() if prompt.category in ("code", "maths")][::13]
+SHIPPED = ("dspark-code", "specblock-code", "eagle3-code")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Stack]:
+    """The demo's target with its trained heads."""
+    with serving(None, None, *map(HeadSpec.shipped, SHIPPED), draft_deadline_ms=3000, budget=8) as running:
+        yield running
+
+
+def test_texts_of_the_shipped_heads_are_generates_and_drafts_are_of_use(trained: Stack) -> None:
+    reference = Reference(trained.spec.target, "float32", threads=1)
+    with Client(trained.address) as client:
+        for number, prompt in enumerate(CODE):
+            expected = reference.greedy(reference.text.encode(str(prompt)), 24).ids
+            for policy in (*(f"single:{head}" for head in SHIPPED), "route", "merge"):
+                for budget in (1, 8, 31) if number == 0 else (8,):
+                    answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=24, ignore_eos=True)
+                    assert answer.ids == expected, policy
+                    assert answer.late_drafts == 0
+                    assert budget == 1 or answer.tau > 1.3, policy  # they were trained on such text
+
+
+def test_sampled_text_of_trained_heads_is_plains_and_coupling_guesses_it(trained: Stack) -> None:
+    gained = {True: 0.0, False: 0.0}
+    with Client(trained.address) as client:
+        for seed in range(2):
+            told = {"temperature": 1.0, "seed": seed, "max_new_tokens": 24, "ignore_eos": True}
+            plain = client.generate(CODE[0], policy="plain", **told)
+            for policy in ("merge", "route"):
+                assert client.generate(CODE[0], policy=policy, **told).ids == plain.ids
+            for coupled in (True, False):
+                answer = client.generate(CODE[0], policy="single:dspark-code", coupled=coupled, **told)
+                assert answer.ids == plain.ids
+                gained[coupled] += answer.tau
+    assert gained[True] > gained[False]
+
+
+# --- clients that are not the SDK: one that has the descriptor set alone, and the documented one for Node ---
+
+
+def test_the_descriptor_set_is_all_that_a_caller_needs(stack: Stack, client: Client) -> None:
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString((ROOT / "coppice" / "v1" / "coppice.binpb").read_bytes()).file:
+        pool.Add(file)
+    method = pool.FindMethodByName("coppice.v1.GenerationService.Generate")
+    request, response = (message_factory.GetMessageClass(one) for one in (method.input_type, method.output_type))
+    with grpc.insecure_channel(stack.address) as channel:
+        call = channel.unary_stream(
+            "/coppice.v1.GenerationService/Generate",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        events = list(call(request(ids={"ids": PROMPTS[3]}, max_new_tokens=16, ignore_eos=True)))
+    ids = tuple(token for event in events for token in event.chunk.ids)
+    assert ids == client.generate(PROMPTS[3], max_new_tokens=16, ignore_eos=True).ids
+
+
+def test_the_example_for_node_is_answered(pytestconfig: pytest.Config) -> None:
+    installed = node_modules(pytestconfig, "grpc", "@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
+    (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), re.DOTALL)
+    with echo_server() as (address, echo):
+        told = {**os.environ, "NODE_PATH": str(installed), "COPPICE_ADDRESS": address}
+        run = subprocess.run(["node", "-e", example], cwd=ROOT, env=told, capture_output=True, text=True, timeout=30)
+    (request,) = echo.requests
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout, request.text) == ("Once upon a time", "Once upon a time")
+    assert (request.max_new_tokens, request.sampling.temperature) == (64, 0.8)
+    assert re.fullmatch(r"seed [1-9]\d*\nFINISH_REASON_EOS, 16 tokens\n", run.stderr)

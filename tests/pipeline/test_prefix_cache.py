@@ -24,12 +24,11 @@ from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
-from coppice.wire.verifier import TargetDescription
-from tests.pipeline.conftest import described
 from tests.reference import EFFORT
+from tests.sessions import described
 from tests.signals import eventually
+from tests.stacks import serving
 from tests.tiny import make_target
-from tests.tiny_stack import serving
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 60
@@ -68,13 +67,6 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 def random_ids(choose: random.Random, length: int) -> tuple[int, ...]:
     return tuple(choose.randrange(1, VOCAB) for _ in range(length))
-
-
-def in_use(stack: Stack) -> list[TargetDescription]:
-    """What the verifiers that have a session, or KV in use, say of themselves."""
-    verifiers = [ready.address for ready in stack.services.values() if ready.role == "verifier"]
-    told = [asyncio.run(described(address)) for address in verifiers]
-    return [one for one in told if one.sessions or one.kv_tokens_used]
 
 
 def asked(stack: Stack, name: str, prompt: tuple[int, ...], **told: Any) -> Completion:
@@ -156,9 +148,10 @@ def test_many_chats_that_fork_and_end_anyhow_have_the_texts_of_chats_that_share_
     for text in [text for name in CLIENTS for text in texts[name][1:]]:
         assert text[-NEW:] == reference.greedy(text[:-NEW], NEW).ids
     assert sum(answer.cached_tokens > 0 for answer in answers) > len(answers) / 3
-    assert eventually(lambda: not in_use(stack), 20)
-    verifiers = [ready.metrics for ready in stack.services.values() if ready.role == "verifier"]
-    assert all(metric(address, "coppice_verifier_prefix_cache_tokens") <= 2048 for address in verifiers)
+    for name in ("verifier-0", "verifier-1"):
+        now = asyncio.run(described(stack.services[name], idle=True))
+        assert (now.sessions, now.kv_tokens_used) == (0, 0)
+        assert metric(stack.services[name].metrics, "coppice_verifier_prefix_cache_tokens") <= 2048
 
 
 def test_a_client_is_served_its_own_texts_alone_and_it_is_counted(stack: Stack) -> None:

@@ -23,7 +23,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import scrape
 from coppice.wire.generation import Origin
-from tests.tiny_stack import serving
+from tests.stacks import serving
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (5, 6, 7, 8, 5, 6, 7)
@@ -113,12 +113,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import get_tracer, set_tracer_provider
 from coppice import Client
 
-address, collector, new_tokens, prompt = sys.argv[1:]
+address, collector = sys.argv[1:]
 provider = TracerProvider(resource=Resource.create({"service.name": "application"}))
 provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(collector)))
 set_tracer_provider(provider)
 with get_tracer("application").start_as_current_span("question"), Client(address) as client:
-    client.generate(prompt, policy="merge", max_new_tokens=int(new_tokens), ignore_eos=True)
+    client.generate("a b a b", policy="merge", max_new_tokens=64, ignore_eos=True)
 """
 
 
@@ -173,7 +173,7 @@ def test_a_request_is_one_trace_through_every_process(
             monkeypatch.delenv("OTEL_TRACES_SAMPLER")
             with Client(stack.address) as client:
                 client.generate(PROMPT, max_new_tokens=4, ignore_eos=True)  # its caller does not trace: sampled away
-            command = [sys.executable, "-c", APPLICATION, stack.address, endpoint, "64", "a b a b"]
+            command = [sys.executable, "-c", APPLICATION, stack.address, endpoint]
             subprocess.run(command, cwd=ROOT, check=True, timeout=60)
         spans = list(collector.spans)  # services have sent all they had when they ended
     by_id = {span.span_id: (service, span) for service, span in spans}

@@ -28,7 +28,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.signals import eventually
-from tests.up import up
+from tests.stacks import up
 
 FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
 
@@ -174,10 +174,7 @@ def test_a_head_is_name_kind_and_folder_and_there_is_one_of_everything_else(targ
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("dies", r"verifier ended with exit code 1(.|\n)*no such model"),
-        ("hangs", "verifier was not ready in time"),
-    ],
+    [("dies", r"verifier ended with exit code 1(.|\n)*no such model"), ("hangs", "verifier was not ready in time")],
 )
 def test_what_does_not_start_shows_its_log_and_stops_the_others(target: Path, name: str, reason: str) -> None:
     spec = StackSpec(target=target, extra={"verifier": {"verifier.name": name}})

@@ -3,35 +3,134 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import json
 import os
+import secrets
 import signal
+import subprocess
+import sys
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import psutil
 import pytest
+import yaml
 
 from coppice.client.client import Client
-from coppice.errors import DeadlineExceeded, InvalidField, Unauthenticated
+from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unauthenticated
 from coppice.rpc.channels import Dialer
+from coppice.stack.process import Ready
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
 from tests.faults.campaign.load import Load, plain_answers, questions
-from tests.ray.cluster import APPLICATION, Cluster, free_port
-from tests.signals import eventually
+from tests.layout.test_layout import ROOT
+from tests.processes import free_port
+from tests.signals import eventually, holds
 from tests.tiny import make_target
 
 pytestmark = pytest.mark.timeout(1500)
+APPLICATION = "coppice"
+SERVE_YAML = ROOT / "orchestrator" / "serve.yaml"
 TOKEN = "a token of these tests"
 PROMPT = tuple(range(7, 40))
 NEW = 300
 SCALED = {"max_replicas": 3, "sessions_per_replica": 2, "upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_s": 11}
 LONG_S = 600.0  # Ray starts a replica in seconds, on a busy machine in minutes
+
+
+@dataclass(frozen=True)
+class ServiceProcess:
+    """A service of the application: its process, its addresses, and the actor that keeps it."""
+
+    process: psutil.Process
+    actor: psutil.Process
+    ready: Ready
+
+
+class Cluster:
+    """The shipped Serve config with other arguments, run in a folder of its own: a context manager."""
+
+    def __init__(self, args: Mapping[str, Any], folder: Path) -> None:
+        self.folder = folder
+        self.door = f"127.0.0.1:{(port := free_port())}"
+        config = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8"))
+        config["grpc_options"]["port"], config["http_options"]["port"] = port, free_port()
+        config["applications"][0]["args"] = args
+        self._config = folder / "serve.yaml"
+        self._config.write_text(yaml.safe_dump(config), encoding="utf-8")
+        self._session = tempfile.TemporaryDirectory(prefix="ray-")  # a short path: Ray has sockets in it
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_TMPDIR": self._session.name,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
+        with (self.folder / "serve.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ray.serve.scripts", "run", str(self._config)],
+                cwd=ROOT,
+                env=inherited | self.environment | {"PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process
+        mine = self._processes()
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        psutil.wait_procs(mine, timeout=20)
+        for left in self._processes():
+            left.kill()
+        self._session.cleanup()
+
+    @property
+    def log(self) -> str:
+        """What `serve run` and its replicas said."""
+        return (self.folder / "serve.log").read_text(encoding="utf-8", errors="replace")
+
+    def services(self, name: str) -> list[ServiceProcess]:
+        """The processes of a deployment that are ready now."""
+        found = []
+        for process in self._processes():
+            try:
+                line = process.cmdline()
+                if "coppice.stack.child" in line and line[-1].endswith(f"/{name}.ready.json"):
+                    ready = Ready(**json.loads(Path(line[-1]).read_text(encoding="utf-8")))
+                    found.append(ServiceProcess(process, psutil.Process(process.ppid()), ready))
+            except (psutil.NoSuchProcess, OSError):
+                continue  # it ended, or is not ready yet
+        return found
+
+    def _processes(self) -> list[psutil.Process]:
+        """Those of this Ray, by the folder that they were told of."""
+        mine = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RAY_TMPDIR") == self._session.name and process.pid != os.getpid():
+                    mine.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return mine
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +180,9 @@ def cluster(target: Path, address: str, tmp_path_factory: pytest.TempPathFactory
 
 def answers(address: str) -> bool:
     """Whether generation is served there."""
-    try:
-        with Client(address) as client:
-            return "near" in client.describe(timeout=5).heads
-    except Exception:
-        return False
+    with contextlib.suppress(CoppiceError), Client(address) as client:
+        return "near" in client.describe(timeout=5).heads
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +192,7 @@ def reference(target: Path) -> Reference:
 
 async def settled(cluster: Cluster, name: str, replicas: int) -> bool:
     """Whether a deployment comes to have so many processes."""
-    return await asyncio.to_thread(eventually, lambda: len(cluster.services(name)) == replicas, LONG_S)
+    return await holds(lambda: len(cluster.services(name)) == replicas, LONG_S)
 
 
 def opened(cluster: Cluster, name: str) -> list[float]:
@@ -117,7 +214,7 @@ async def test_a_pool_follows_its_load_up_and_down_and_the_other_stays(cluster: 
     async with Load(address, plain, 1, "single:near") as light:
         async with Load(address, plain, 5, "single:near") as load:
             assert await settled(cluster, "drafter-near", 3), cluster.log[-4000:]
-            assert await asyncio.to_thread(eventually, lambda: min(opened(cluster, "drafter-near")) > 0, 60)
+            assert await holds(lambda: min(opened(cluster, "drafter-near")) > 0, 60)
             assert len(cluster.services("drafter-lookup")) == 1
         assert await settled(cluster, "drafter-near", 1), cluster.log[-4000:]
     assert len(cluster.services("drafter-lookup")) == 1
@@ -134,12 +231,12 @@ async def test_what_is_killed_is_replaced_and_no_request_fails(
     plain = await plain_answers(address, await asyncio.to_thread(questions, address, 2), NEW)
     (before,) = cluster.services(name)
     async with Load(address, plain, 2, "single:near") as load:
-        assert await asyncio.to_thread(eventually, lambda: len(load.answering) > 0, 60)
+        assert await holds(lambda: len(load.answering) > 0, 60)
         os.kill(getattr(before, whom).pid, signal.SIGKILL)
-        assert await asyncio.to_thread(eventually, lambda: not before.process.is_running(), 30), "an orphan"
+        assert await holds(lambda: not before.process.is_running(), 30), "an orphan"
         assert await settled(cluster, name, 1), cluster.log[-4000:]
         seen = len(load.streams)
-        assert await asyncio.to_thread(eventually, lambda: len(load.streams) > seen + 2, 60)
+        assert await holds(lambda: len(load.streams) > seen + 2, 60)
     held_to(load)
     (after,) = cluster.services(name)
     assert after.process.pid != before.process.pid

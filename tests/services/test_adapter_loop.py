@@ -25,7 +25,6 @@ from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_VERSION_STEP, SKETCH
 from coppice.rpc.channels import Dialer
 from coppice.v1 import adapter_pb2 as pb
-from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
     HeadDescription,
     WeightsHeader,
@@ -40,12 +39,12 @@ from services.adapter.loop import HeadLoop
 from services.adapter.push import Replicas
 from services.adapter.state import FILE, AdapterMetrics
 from services.drafter.staging import Staging
+from tests.fake_service import SERVICES
 from tests.pushes import Case
 from tests.recorder import server_of
 
 HEAD = "block"
 FIRST = Weights.of({"lm_head.weight": torch.zeros(6, 4), "fc.weight": torch.ones(4)})
-SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 KIND = tuple(np.eye(SKETCH)[0].tolist())
 numbers = itertools.count()
 
@@ -66,6 +65,9 @@ class Drafter:
         header = read_weights(await anext(requests), 1 << 30)
         assert isinstance(header, WeightsHeader)
         self.parents.append(header.parent)
+        return await self.take(header, requests)
+
+    async def take(self, header: WeightsHeader, requests: AsyncIterator[Any]) -> Any:
         staging = Staging(header, Case(HEAD, FIRST, self.live).holder)
         async for message in requests:
             staging.add(read_weights(message, 1 << 30))  # type: ignore[arg-type]
@@ -76,9 +78,7 @@ class Drafter:
 class Liar(Drafter):
     """Takes no push, and always uses a version above the one that it is to use."""
 
-    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        header = read_weights(await anext(requests), 1 << 30)
-        assert isinstance(header, WeightsHeader)
+    async def take(self, header: WeightsHeader, requests: AsyncIterator[Any]) -> Any:
         self.live = FIRST.changed({"fc.weight": torch.zeros(4)}, header.version + 1)
         raise StaleFence("old")
 
@@ -116,7 +116,7 @@ class Rig:
 
     async def serve(self, drafter: Drafter, address: str = "") -> None:
         port = int(address.rpartition(":")[2] or 0)
-        server = await self._exit.enter_async_context(server_of(SERVICE, drafter, port))
+        server = await self._exit.enter_async_context(server_of(SERVICES["drafter"], drafter, port))
         self.addresses = sorted({*self.addresses, server.address})
 
     async def restart(self) -> None:

@@ -6,30 +6,35 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import VerifierSettings
+from coppice.engine import kernels
 from coppice.engine.batching import settle
 from coppice.engine.engine import Engine
 from coppice.engine.rows import Piece, pack
-from coppice.speculation.sampling import SamplingParams, draw
+from coppice.engine.self_check import self_check
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, union
 from coppice.telemetry import SessionMetrics
-from coppice.wire.common import Fence, committed_hash
-from coppice.wire.verifier import NextRoot, OpenSession, Verdict, VerifyStep
+from coppice.wire.verifier import OpenSession, Verdict, VerifyStep
 from services.verifier import worker
 from services.verifier.worker import Worker
+from tests.kernels import Shape, attend, filled_pool, random_batch, random_rows, tree_attention
 from tests.pretend import Counts, move, pretending
-from tests.sessions import junk_tree
+from tests.sessions import VerifierClient, junk_tree
 from tests.tiny import make_target
 
 VOCAB, LAYERS, FEATURES = 1100, 4, (0, 2)
@@ -86,36 +91,21 @@ class Verifier:
         return await asyncio.gather(*tasks)
 
 
-class Text:
-    """One session as the orchestrator holds it."""
+class Text(VerifierClient):
+    """A session whose messages go to the worker without a stream."""
 
     def __init__(self, verifier: Verifier, key: int, ids: Sequence[int], sampling: SamplingParams, **told: Any) -> None:
-        self.verifier, self.key, self.sampling = verifier, key, sampling
-        self.ids, self.step, self.root = list(ids), 0, -1
-        told = {"max_len": len(ids) + 100, "stop_ids": frozenset(), "feature_layers": FEATURES} | told
-        self.opening = OpenSession(f"text-{key}", list(ids), sampling, **told)
+        told = {"max_len": len(ids) + 100, "feature_layers": FEATURES} | told
+        super().__init__(SimpleNamespace(Verify=lambda: None), f"text-{key}", ids, sampling=sampling, **told)
+        self.verifier, self.key = verifier, key
 
-    def open(self) -> Any:
-        return self.verifier.worker.open(self.key, self.opening, time.perf_counter_ns())
-
-    def verify(self, tree: DraftTree, **told: Any) -> Any:
-        fence = Fence(self.step + 1, len(self.ids), committed_hash(self.ids))
-        step = VerifyStep(fence, self.root, tree, whole_tree=True, **told)
+    async def ask(self, request: OpenSession | VerifyStep) -> Any:
+        worker, now = self.verifier.worker, time.perf_counter_ns()
+        if isinstance(request, OpenSession):
+            return await worker.open(self.key, request, now)
         verdict = asyncio.get_running_loop().create_future()
-        self.verifier.worker.verify(self.key, step, time.perf_counter_ns(), partial(settle, verdict))
-        return verdict
-
-    def learn(self, verdict: Verdict, tree: DraftTree) -> None:
-        self.ids += [self.root, *tree.tokens[[node - 1 for node in verdict.accepted]].tolist()]
-        self.step += 1
-        self.draw(verdict.next)
-
-    def draw(self, said: NextRoot | None) -> None:
-        self.root = -1
-        if said is not None:
-            row = said.row
-            told = draw(row.ids, row.log_probs, self.sampling.seed, len(self.ids)) if row else said.drawn_id
-            self.root = told
+        worker.verify(self.key, request, now, partial(settle, verdict))
+        return await verdict
 
 
 async def opened(
@@ -128,30 +118,25 @@ async def opened(
         Text(verifier, at, *both, **(options[at] if options else {}))
         for at, both in enumerate(zip(prompts, samplings, strict=True))
     ]
-    for text, answer in zip(texts, await verifier.serve([text.open() for text in texts]), strict=True):
-        text.draw(answer.next)
+    await verifier.serve([text.open() for text in texts])
     return texts
 
 
 async def step(texts: Sequence[Text], trees: Sequence[DraftTree]) -> list[Verdict]:
     """All texts' steps in one forward."""
-    both = list(zip(texts, trees, strict=True))
-    verdicts = await texts[0].verifier.serve([text.verify(tree) for text, tree in both])
-    for verdict, (text, tree) in zip(verdicts, both, strict=True):
-        text.learn(verdict, tree)
-    return verdicts
+    return await texts[0].verifier.serve([text.verify(tree) for text, tree in zip(texts, trees, strict=True)])
 
 
 async def written(verifier: Verifier, samplings: Sequence[SamplingParams], count: int) -> list[list[int]]:
     """Ids behind each prompt by plain decoding, roots included."""
     texts = await opened(verifier, samplings)
-    begun = [len(text.ids) for text in texts]
+    begun = [len(text.committed) for text in texts]
     for _ in range(count):
         await step(texts, [DraftTree.empty()] * len(texts))
     for text in texts:
         verifier.worker.close(text.key)
     await verifier.serve([])
-    return [[*text.ids[at:], text.root] for text, at in zip(texts, begun, strict=True)]
+    return [[*text.committed[at:], text.root] for text, at in zip(texts, begun, strict=True)]
 
 
 def seeded(samplings: Sequence[SamplingParams], sessions: int) -> list[SamplingParams]:
@@ -251,7 +236,7 @@ async def test_verdicts_and_texts_are_those_of_the_cpu(target: Path) -> None:
         rng, accepted = random.Random(3), 0
         for _ in range(6):
             live = [at for at, text in enumerate(both[0]) if text.root >= 0]
-            made = {at: len(both[0][at].ids) - 5 - at for at in live}
+            made = {at: len(both[0][at].committed) - 5 - at for at in live}
             trees = [twice(rng, plain[at][made[at] + 1 :], rng.choice([0, 4, 30])) for at in live]
             if not live:
                 break
@@ -260,12 +245,12 @@ async def test_verdicts_and_texts_are_those_of_the_cpu(target: Path) -> None:
                 accepted += len(on_cpu.accepted)
                 assert on_device.accepted == on_cpu.accepted
                 assert on_device.log_probs == pytest.approx(on_cpu.log_probs, abs=1e-4)
-            assert [text.ids for text in both[1]] == [text.ids for text in both[0]]
-            assert [text.root for text in both[1]] == [text.root for text in both[0]]
+            texts_of = [[(text.committed, text.root) for text in texts] for texts in both]
+            assert texts_of[0] == texts_of[1]
         for on_cpu, on_device in zip(*both, strict=True):
             sessions = [text.verifier.worker._sessions[text.key] for text in (on_cpu, on_device)]
             used = [session.table.num_tokens for session in sessions]
-            assert used[0] == used[1] == len(on_cpu.ids)
+            assert used[0] == used[1] == len(on_cpu.committed)
             windows = [
                 np.concatenate(held.since(0, held.end)[1]) for held in (one.features for one in sessions) if held.end
             ]
@@ -283,17 +268,15 @@ async def test_a_step_that_the_host_judges_takes_nothing_from_those_beside_it(ta
     with pretending() as counts:
         both = [await opened(verifier, samplings) for verifier in (here, Verifier(target, counts))]
         for _ in range(5):
-            made = [len(text.ids) - 5 - at for at, text in enumerate(both[0])]
+            made = [len(text.committed) - 5 - at for at, text in enumerate(both[0])]
             chains = [DraftTree.chain([rng.randrange(VOCAB) for _ in range(3)], [-1.0, -2.0, -3.0]) for _ in range(2)]
             trees = [junk_tree(rng, ids[at + 1 :], 20) for ids, at in zip(plain[2:], made[2:], strict=True)]
             for texts in both:
                 asked = [text.verify(tree, q_rows=q_rows) for text, tree in zip(texts, chains, strict=False)]
                 asked += [text.verify(tree) for text, tree in zip(texts[2:], trees, strict=True)]
-                for text, tree, verdict in zip(
-                    texts, [*chains, *trees], await texts[0].verifier.serve(asked), strict=True
-                ):
-                    text.learn(verdict, tree)
-            assert [(text.ids, text.root) for text in both[1]] == [(text.ids, text.root) for text in both[0]]
+                await texts[0].verifier.serve(asked)
+            texts_of = [[(text.committed, text.root) for text in texts] for texts in both]
+            assert texts_of[0] == texts_of[1]
 
 
 async def test_a_row_that_nothing_can_be_drawn_from_ends_its_session_alone(target: Path) -> None:
@@ -312,3 +295,66 @@ async def test_a_row_that_nothing_can_be_drawn_from_ends_its_session_alone(targe
             answers = await verifier.serve([asyncio.gather(*asked, return_exceptions=True)])
     said = [str(answer) if isinstance(answer, ValueError) else type(answer).__name__ for answer in answers[0]]
     assert said == ["Verdict", *["the highest logit of the row is nan"] * 2, "Verdict"]
+
+
+# What only a CUDA device can tell: its texts are the CPU's, and its kernels compute what their torch forms do.
+# `pytest -m gpu` runs these with the other tests that need one.
+
+SESSIONS, IDS = 40, 60
+LAWS_APART = {f"T={t:g}": [SamplingParams(temperature=t)] for t in (0.0, 0.7, 1.0)} | {"mixed": SAMPLINGS["mixed"]}
+
+
+class OnCuda(Verifier):
+    """A worker whose target is on the CUDA device and replays graphs."""
+
+    def _load(self, settings: VerifierSettings) -> Engine:
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
+        engine = Engine(model.to("cuda"), kv_tokens=settings.kv_tokens)
+        assert engine.capture() == ""
+        self_check(engine)
+        return engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS_APART)
+async def test_texts_are_the_cpus(target: Path, law: str) -> None:
+    """Plain ones, and those of drafted trees, of which some nodes are right."""
+    samplings = seeded(LAWS_APART[law], SESSIONS)
+    expected = await written(Verifier(target, None), samplings, IDS)
+    assert await written(OnCuda(target, None), samplings, IDS) == expected
+    drafted = await opened(OnCuda(target, None), samplings)
+    begun, rng = [len(text.committed) for text in drafted], random.Random(0)
+    for _ in range(IDS // 5):
+        done = [len(text.committed) - at for text, at in zip(drafted, begun, strict=True)]
+        await step(drafted, [junk_tree(rng, ids[at + 1 :], 30) for ids, at in zip(expected, done, strict=True)])
+    for text, at, ids in zip(drafted, begun, expected, strict=True):
+        made = [*text.committed[at:], text.root]
+        assert len(made) > IDS // 5
+        assert made[: len(ids)] == ids[: len(made)]
+
+
+def on_cuda(*arguments: Any) -> Tensor:
+    """The operator's kernel, with what is given on the CPU."""
+    *rows, inputs, layer = arguments
+    there = copy(inputs)
+    there.__dict__.update({name: part.cuda() for name, part in vars(inputs).items() if isinstance(part, Tensor)})
+    sinks = None if layer.sinks is None else layer.sinks.cuda()
+    return kernels.tree_attention(*(part.cuda() for part in rows), there, layer._replace(sinks=sinks)).cpu()
+
+
+HALVED = Shape(dtype=torch.bfloat16)
+SHAPES = Shape(), HALVED, Shape(window=20, softcap=30.0), replace(HALVED, heads=8, sinks=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=["float32", "bfloat16", "window", "sinks"])
+def test_the_kernel_computes_what_its_torch_form_does(shape: Shape) -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        pool = filled_pool(shape, 4096)
+        sizes = [(rng.randrange(200), rng.randrange(1, 70), 0) for _ in range(rng.randrange(1, 9))]
+        batch = random_batch(pool, sizes, rng)
+        layer = random_rows(shape, len(batch.tokens))
+        here, there = (attend(form, batch, layer, pool, shape).float() for form in (tree_attention, on_cuda))
+        bound = 1e-5 if shape.dtype is torch.float32 else 2e-2
+        assert (here - there).abs().max() <= bound * here.abs().max()

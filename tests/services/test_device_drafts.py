@@ -96,13 +96,15 @@ def drafts(head: FeatureHead, samplings: Sequence[SamplingParams], counts: Count
     return trees
 
 
+SEEDED = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
+
+
 @pytest.mark.parametrize("kind", [*FEATURE_KINDS, "lm"])
 def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
-    samplings = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
-    wanted = drafts(head_of(kind, tmp_path, target, there=False), samplings)
+    expected = drafts(head_of(kind, tmp_path, target, there=False), SEEDED)
     with pretending() as counts:
-        found = drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
-    for tree, other in zip(found, wanted, strict=True):
+        made = drafts(head_of(kind, tmp_path, target, there=True), SEEDED, counts)
+    for tree, other in zip(made, expected, strict=True):
         assert_same(tree, other, BUDGET)
         assert len(tree) > 3
 
@@ -110,11 +112,10 @@ def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
-    samplings = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
-    wanted = drafts(head_of(kind, tmp_path, target, there=False), samplings)
+    expected = drafts(head_of(kind, tmp_path, target, there=False), SEEDED)
     told = DrafterSettings(kind=kind, path=str(tmp_path / kind), target=str(target), kv_tokens=4096, depth=DEPTH)
     head: Any = served_head(told.model_copy(update={"device": "cuda"}))
-    for tree, other in zip(drafts(head, samplings), wanted, strict=True):
+    for tree, other in zip(drafts(head, SEEDED), expected, strict=True):
         assert_same(tree, other, BUDGET)
 
 

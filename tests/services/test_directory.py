@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,14 +24,12 @@ from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, director
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
-from coppice.v1 import drafter_pb2
 from coppice.wire.common import FeatureRef
 from services.drafter.following import Verifiers
-from tests.clock import without_waiting
-from tests.services.test_signal_stream import client_of, redis
-from tests.signals import eventually
-
-__all__ = ["redis"]  # the fixture
+from tests.fake_service import SERVICES, Anything
+from tests.processes import without_waiting
+from tests.services.test_signal_stream import client_of
+from tests.signals import holds
 
 
 @asynccontextmanager
@@ -172,9 +170,9 @@ async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: L
             refusing.append(serving.draining.is_set())
 
     serving = Serving(ServerSettings(), Limits(), "drafter", registries=[Noticed(redis.url, "drafter", "block")])
-    await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], Mute())
+    await serving.start(SERVICES["drafter"], Anything())
     client = client_of(redis)
-    assert await asyncio.to_thread(eventually, lambda: client.zscore(key, serving.address) is not None)
+    assert await holds(lambda: client.zscore(key, serving.address) is not None)
     stopped = asyncio.create_task(serving.until_stopped())
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -206,13 +204,6 @@ def test_a_second_sigterm_while_libraries_are_taken_down_changes_nothing() -> No
         assert process.stdout.readline() == "tears down\n"
         process.terminate()
         assert process.wait(20) == 0
-
-
-class Mute:
-    """Answers nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
 
 
 async def test_a_cancellation_is_never_lost_wherever_a_call_of_redis_is(redis: LocalRedis) -> None:

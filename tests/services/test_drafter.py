@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,21 +24,13 @@ from coppice.speculation.tree import DraftTree, validate
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Fence, committed_hash
-from coppice.wire.drafter import (
-    Advance,
-    DraftStep,
-    HeadDescription,
-    OpenDraft,
-    draft_request_to_wire,
-)
+from coppice.wire.drafter import Advance, DraftStep, HeadDescription, OpenDraft, draft_request_to_wire
 from services.drafter.worker import MAX_BACKLOG, Session, Worker
-from tests.processes import Service
+from tests.processes import Service, StartService
 from tests.sessions import TEXT as IDS
 from tests.sessions import DrafterClient, drafter_idle, drafting, status_of
 
 VOCAB = 50
-SERVICE = "coppice.v1.DrafterService"
-StartService = Callable[..., Service]
 
 
 @pytest.fixture(scope="module")
@@ -204,30 +196,36 @@ class ScriptedHead(Head):
         yield [Growth(at, second, True) for at, root in enumerate(roots) if root != self.BAD_END]
 
 
-@asynccontextmanager
-async def worker_of(head: Head) -> AsyncIterator[Worker]:
-    worker = Worker(lambda: head, SessionMetrics("drafter"))
-    await worker.start()
-    yield worker
-    await worker.stop()
-    assert not worker.failed.is_set()
-
-
 def answers(session: Session) -> asyncio.Queue[Any]:
     return session.answer.__self__  # type: ignore[attr-defined]
 
 
-async def open_on(worker: Worker, count: int) -> list[Session]:
+@asynccontextmanager
+async def working(count: int, **facts: Any) -> AsyncIterator[tuple[ScriptedHead, Worker, list[Session]]]:
+    """A scripted head of which these facts hold, its worker, and so many open sessions."""
+    head = ScriptedHead()
+    vars(head).update(facts)
+    worker = Worker(lambda: head, SessionMetrics("drafter"))
+    await worker.start()
     sessions = [worker.admit_session(asyncio.Queue().put_nowait) for _ in range(count)]
     for session in sessions:
         worker.open(session, OpenDraft("s", [1, 2], SamplingParams()))
         await asyncio.wait_for(answers(session).get(), 5)
-    return sessions
+    yield head, worker, sessions
+    await worker.stop()
+    assert not worker.failed.is_set()
 
 
 def step_of(number: int, root: int, commit: Sequence[int] = (), before: Sequence[int] = (1, 2)) -> DraftStep:
     text = [*before, *commit]
     return DraftStep(Fence(number, len(text), committed_hash(text)), root, 8, Advance(list(commit)))
+
+
+async def keep_busy(worker: Worker, head: ScriptedHead, session: Session) -> None:
+    """Have the head draft for a session, which it goes on with when it may `proceed`."""
+    head.proceed.clear()
+    worker.step(session, step_of(1, 7), time.perf_counter_ns())
+    await asyncio.to_thread(head.entered.acquire)
 
 
 async def answer_of(session: Session) -> Any:
@@ -238,12 +236,8 @@ async def answer_of(session: Session) -> Any:
 
 
 async def test_waiting_sessions_are_drafted_together_and_deltas_say_how_long_they_took() -> None:
-    head = ScriptedHead()
-    async with worker_of(head) as worker:
-        sessions = await open_on(worker, 6)
-        head.proceed.clear()
-        worker.step(sessions[0], step_of(1, 7), time.perf_counter_ns())
-        await asyncio.to_thread(head.entered.acquire)
+    async with working(6) as (head, worker, sessions):
+        await keep_busy(worker, head, sessions[0])
         for session in sessions[1:]:
             worker.step(session, step_of(1, 7), time.perf_counter_ns())
         head.proceed.set()
@@ -257,8 +251,7 @@ async def test_waiting_sessions_are_drafted_together_and_deltas_say_how_long_the
 
 
 async def test_parts_of_a_draft_that_is_in_time_are_one_delta() -> None:
-    async with worker_of(ScriptedHead()) as worker:
-        (session,) = await open_on(worker, 1)
+    async with working(1) as (_, worker, (session,)):
         step = step_of(1, 7)
         step = replace(step, fence=replace(step.fence, deadline_ns=10**12))
         worker.step(session, step, time.perf_counter_ns())
@@ -269,12 +262,8 @@ async def test_parts_of_a_draft_that_is_in_time_are_one_delta() -> None:
 
 
 async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -> None:
-    head = ScriptedHead()
-    async with worker_of(head) as worker:
-        busy, session = await open_on(worker, 2)
-        head.proceed.clear()
-        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
-        await asyncio.to_thread(head.entered.acquire)
+    async with working(2) as (head, worker, (busy, session)):
+        await keep_busy(worker, head, busy)
         worker.step(session, step_of(1, 7), time.perf_counter_ns())
         worker.step(session, step_of(2, 8, [7]), time.perf_counter_ns())
         worker.step(session, step_of(3, 9, [8, 8], before=[1, 2, 7]), time.perf_counter_ns())
@@ -293,12 +282,8 @@ async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -
     ids=["batch", "late", "end", "advance"],
 )
 async def test_a_step_that_fails_ends_its_own_session_only(bad_root: int, commit: list[int]) -> None:
-    head = ScriptedHead()
-    async with worker_of(head) as worker:
-        busy, bad, good = await open_on(worker, 3)
-        head.proceed.clear()
-        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
-        await asyncio.to_thread(head.entered.acquire)
+    async with working(3) as (head, worker, (busy, bad, good)):
+        await keep_busy(worker, head, busy)
         late = bad_root in (ScriptedHead.BAD_LATE, ScriptedHead.BAD_END)
         worker.step(bad, step_of(1, bad_root, commit), time.perf_counter_ns())
         if not late:
@@ -317,22 +302,15 @@ async def test_a_step_that_fails_ends_its_own_session_only(bad_root: int, commit
 
 
 async def test_a_text_longer_than_the_head_drafts_for_goes_on_without_drafts() -> None:
-    head = ScriptedHead()
-    head.max_context = 4
-    async with worker_of(head) as worker:
-        (session,) = await open_on(worker, 1)
+    async with working(1, max_context=4) as (head, worker, (session,)):
         worker.step(session, step_of(1, 7, [3, 4, 5]), time.perf_counter_ns())
         delta = await answer_of(session)
         assert (len(delta.nodes), delta.last, head.texts) == (0, True, {})
 
 
 async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None:
-    head = ScriptedHead()
-    async with worker_of(head) as worker:
-        busy, session = await open_on(worker, 2)
-        head.proceed.clear()
-        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
-        await asyncio.to_thread(head.entered.acquire)
+    async with working(2) as (head, worker, (busy, session)):
+        await keep_busy(worker, head, busy)
         unborn = worker.admit_session(asyncio.Queue().put_nowait)
         worker.open(unborn, OpenDraft("s", [1], SamplingParams()))
         worker.step(session, step_of(1, 7), time.perf_counter_ns())

@@ -45,7 +45,7 @@ from tests.reference import check_pool
 
 VOCAB = 150
 # Larger weights than a fresh model's, so that attention matters to the logits.
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -60,30 +60,30 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SMALL),
-    "qwen3": lambda: Qwen3Config(**_SMALL),
-    "mistral": lambda: MistralConfig(**_SMALL, sliding_window=None),
-    "mistral-window": lambda: MistralConfig(**_SMALL, sliding_window=7),
-    "gemma": lambda: GemmaConfig(**_SMALL),
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen3": lambda: Qwen3Config(**SMALL),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**SMALL, sliding_window=7),
+    "gemma": lambda: GemmaConfig(**SMALL),
     "gemma2": lambda: Gemma2Config(
-        **_SMALL, sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=4.0, final_logit_softcapping=9.0
+        **SMALL, sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=4.0, final_logit_softcapping=9.0
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.25, bos_token_id=1,
         eos_token_id=2,
     ),
     # They do not hand keyword arguments, or their window, to their attention.
-    "stablelm": lambda: StableLmConfig(**_SMALL),
-    "phimoe": lambda: PhimoeConfig(**_SMALL, num_local_experts=4, sliding_window=7),
+    "stablelm": lambda: StableLmConfig(**SMALL),
+    "phimoe": lambda: PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=7),
     # Attention of another form: sinks and windows; keys wider than values; a result that is viewed.
-    "gpt-oss": lambda: GptOssConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    "gpt-oss": lambda: GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
     "deepseek-v3": lambda: DeepseekV3Config(
-        **{**_SMALL, "num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4,
+        **{**SMALL, "num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4,
         qk_nope_head_dim=6, v_head_dim=7, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
     ),
     "afmoe": lambda: AfmoeConfig(
-        **_SMALL, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, moe_intermediate_size=16,
+        **SMALL, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, moe_intermediate_size=16,
         num_dense_layers=1, sliding_window=7, global_attn_every_n_layers=3,
     ),
 }  # fmt: skip
@@ -324,7 +324,7 @@ def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path, monkeypatch
 
 def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, rope_parameters=rope))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, rope_parameters=rope))
     assert Engine(model, kv_tokens=256).info.context.tokens == 64
 
 

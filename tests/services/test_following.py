@@ -22,12 +22,24 @@ from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import OpenDraft, TreeDelta, draft_request_to_wire
 from coppice.wire.verifier import Commit
 from services.drafter import following
-from tests.followed import IDS, WINDOW, fetched, model, start_verifier, target, truth, verifier
 from tests.processes import Service, until
-from tests.recorder import LAYERS, Feeder, Recorder, drafter_of, feeding
+from tests.recorder import (
+    IDS,
+    LAYERS,
+    WINDOW,
+    Feeder,
+    Recorder,
+    drafter_of,
+    feeding,
+    fetched,
+    start_verifier,
+    target,
+    truth,
+    verifier,
+)
 from tests.sessions import DrafterClient, VerifierClient, drafter_idle, drafting, status_of, verifying
 
-__all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
+__all__ = ["start_verifier", "target", "truth", "verifier"]  # fixtures
 FOLLOWED = "followed"
 ROW_BYTES = 4 * 64 * len(LAYERS)
 
@@ -62,14 +74,9 @@ class Talk:
 async def talking(verifier: Service, truth: list[int]) -> AsyncIterator[Talk]:
     """A drafter that was asked for a first tree already."""
     head = Recorder(truth=truth)
-    async with (
-        drafter_of(head) as drafter,
-        verifying(verifier) as there,
-        drafting(drafter) as here,
-    ):
-        session = VerifierClient(there, FOLLOWED, IDS, feature_layers=LAYERS)
-        opened = await session.open()
-        client = await DrafterClient(here, IDS, features=opened.features).open()
+    async with drafter_of(head) as drafter, verifying(verifier) as there, drafting(drafter) as here:
+        session = await VerifierClient(there, FOLLOWED, IDS, feature_layers=LAYERS).open()
+        client = await DrafterClient(here, IDS, features=session.opened.features).open()
         talk = Talk(session, client, head, verifier.address)
         await talk.ask(len(IDS))
         yield talk
@@ -240,20 +247,22 @@ async def test_rows_that_came_before_the_end_of_a_stream_are_used() -> None:
 # The features of an opening.
 
 
+async def ending(stub: Any, features: Features | None) -> tuple[grpc.StatusCode, str]:
+    """How a session ends that cannot be opened with these features."""
+    call = stub.Draft()
+    await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
+    return await status_of(call)
+
+
 async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_is_opened_again(
     verifier: Service, model: Any, truth: list[int]
 ) -> None:
     head = Recorder()
-    async with (
-        drafter_of(head) as drafter,
-        verifying(verifier) as there,
-        drafting(drafter) as here,
-    ):
-        session = VerifierClient(there, "hidden", IDS, feature_layers=LAYERS)
-        opened = await session.open()
-        assert opened.features is not None
-        assert opened.features.start == len(IDS) - WINDOW
-        client = await DrafterClient(here, IDS, features=opened.features).open()
+    async with drafter_of(head) as drafter, verifying(verifier) as there, drafting(drafter) as here:
+        session = await VerifierClient(there, "hidden", IDS, feature_layers=LAYERS).open()
+        features = session.opened.features
+        assert features.start == len(IDS) - WINDOW
+        client = await DrafterClient(here, IDS, features=features).open()
         for length in (0, 3, 1, 2, 5, 4, 5):
             at = len(session.committed)
             await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
@@ -262,14 +271,12 @@ async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_i
         now = len(session.committed)
         assert now == len(IDS) + 27
         head.seen[0].check(model, len(IDS) - WINDOW)
-        again = fetched(verifier.address, "hidden", opened.features.start, now)
+        again = fetched(verifier.address, "hidden", features.start, now)
         await DrafterClient(here, session.committed, features=again).open()
         head.seen[1].check(model, now - WINDOW)
 
 
-async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hears_of_nothing(
-    verifier: Service,
-) -> None:
+async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hears_of_nothing(verifier: Service) -> None:
     head = Recorder()
     async with drafter_of(head) as drafter, drafting(drafter) as stub:
         async with verifying(verifier) as there:
@@ -279,9 +286,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
                 (fetched(verifier.address, "bare"), "is not one of the session's layers ()"),
                 (fetched("127.0.0.1:1", "s"), "no features from the verifier at 127.0.0.1:1"),
             ]:
-                call = stub.Draft()
-                await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
-                code, details = await status_of(call)
+                code, details = await ending(stub, lost)
                 assert code is grpc.StatusCode.UNAVAILABLE
                 assert why in details
         assert (head.seen, (await drafter_idle(stub)).sessions) == ([], 0)
@@ -289,12 +294,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
 
 @pytest.mark.parametrize(
     ("parts", "hangs"),
-    [
-        ([], False),
-        ([(0, 10)], False),
-        ([(0, 10), (12, 28)], False),
-        ([(0, 10)], True),
-    ],
+    [([], False), ([(0, 10)], False), ([(0, 10), (12, 28)], False), ([(0, 10)], True)],
     ids=["none", "too few", "a gap", "no end"],
 )
 async def test_rows_of_other_positions_than_asked_for_are_unavailable(
@@ -304,10 +304,7 @@ async def test_rows_of_other_positions_than_asked_for_are_unavailable(
     feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
     feeder.go.set()
     async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, drafting(drafter) as stub:
-        call = stub.Draft()
-        lost = fetched(ref.verifier, "s")
-        await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
-        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await ending(stub, fetched(ref.verifier, "s")))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_missing_or_other_positions_features_are_refused_by_field() -> None:
@@ -326,7 +323,5 @@ async def test_missing_or_other_positions_features_are_refused_by_field() -> Non
     ]
     async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, drafting(drafter) as stub:
         for features, why in openings:
-            call = stub.Draft()
-            await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
-            code, details = await status_of(call)
+            code, details = await ending(stub, features)
             assert (code, details[: len(why)]) == (grpc.StatusCode.INVALID_ARGUMENT, why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 from coppice.errors import InvalidField
 from services.verifier.worker import repetition_penalty
-from tests.pipeline.conftest import described
-from tests.processes import Service
+from tests.processes import StartService
+from tests.sessions import described
 from tests.tiny import make_target
 
 SERVED = {
@@ -73,9 +72,9 @@ def test_a_penalty_out_of_bounds_is_refused(tmp_path: Path) -> None:
         repetition_penalty(folder(tmp_path, {"repetition_penalty": 1000.0}), "serve")
 
 
-async def test_an_ignored_file_is_not_in_the_way(tmp_path: Path, start_service: Callable[..., Service]) -> None:
+async def test_an_ignored_file_is_not_in_the_way(tmp_path: Path, start_service: StartService) -> None:
     target = make_target(tmp_path, tokenizer=False)
     folder(target, {"no_repeat_ngram_size": 3, "repetition_penalty": 1.3, "eos_token_id": 7})
     flags = ("--verifier.target", str(target), "--verifier.generation_config", "ignore", "--verifier.prune", "false")
-    told = await described(start_service("services.verifier", *flags).address)
+    told = await described(start_service("services.verifier", *flags))
     assert (told.repetition_penalty, list(told.eos_ids)) == (1.0, [7])

@@ -6,7 +6,6 @@ Drafters run in this process, verifiers and orchestrators in their own.
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -32,22 +31,15 @@ from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import Chunk
 from orchestrator.heads import HeadPool, feature_layers
 from orchestrator.metrics import OrchestratorMetrics
-from tests.followed import IDS, StartService, model, target, truth
-from tests.processes import Service, until
-from tests.recorder import LAYERS, Recorder, drafter_of
+from tests.processes import Service, StartService, free_port, until
+from tests.recorder import IDS, LAYERS, Recorder, drafter_of, target, truth
 from tests.reference import make_tree
-from tests.signals import counts, eventually, queries
+from tests.signals import counts, holds, queries
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB
 
-__all__ = ["model", "target", "truth"]  # fixtures
+__all__ = ["target", "truth"]  # fixtures
 MANY = tuple(range(20, 36))
-
-
-@pytest.fixture(scope="module")
-def verifier(start_service: StartService, target: Path) -> Service:
-    """It keeps the features of whole texts, so that a head may come to one as late as a full machine lets it."""
-    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
 
 
 @dataclass
@@ -66,19 +58,30 @@ class Pipeline:
         return await asyncio.to_thread(metric, self.service.metrics, name)
 
 
-@asynccontextmanager
-async def pipeline(
-    start_service: StartService, verifier: Service, deadline_ms: int = 2000, *flags: str, **heads: Any
-) -> AsyncIterator[Pipeline]:
-    """An orchestrator process over drafters by the names of their pools; the test's loop runs while it starts."""
-    flags = ("--orchestrator.verifiers", verifier.address, "--orchestrator.draft_deadline_ms", f"{deadline_ms}", *flags)
-    for name, drafters in heads.items():
-        for drafter in drafters if isinstance(drafters, tuple) else (drafters,):
-            flags = (*flags, "--orchestrator.heads", f"{name}={drafter.address}")
-    service = await asyncio.to_thread(start_service, "orchestrator", *flags)
-    async with AsyncClient(service.address) as client:
-        yield Pipeline(client, service)
-    await asyncio.to_thread(service.stop)
+@dataclass
+class Orchestrators:
+    """Starts orchestrator processes in front of a verifier."""
+
+    start: StartService
+    verifier: Service
+
+    @asynccontextmanager
+    async def over(self, deadline_ms: int = 2000, *flags: str, **heads: Any) -> AsyncIterator[Pipeline]:
+        """One over drafters by the names of their pools; the test's loop runs while it starts."""
+        flags = ("--orchestrator.verifiers", self.verifier.address, *flags)
+        flags = ("--orchestrator.draft_deadline_ms", f"{deadline_ms}", *flags)
+        for name, drafters in heads.items():
+            for drafter in drafters if isinstance(drafters, tuple) else (drafters,):
+                flags = (*flags, "--orchestrator.heads", f"{name}={drafter.address}")
+        service = await asyncio.to_thread(self.start, "orchestrator", *flags)
+        async with AsyncClient(service.address) as client:
+            yield Pipeline(client, service)
+        await asyncio.to_thread(service.stop)
+
+
+@pytest.fixture(scope="module")
+def orchestrators(start_service: StartService, verifier: Service) -> Orchestrators:
+    return Orchestrators(start_service, verifier)
 
 
 @asynccontextmanager
@@ -92,12 +95,12 @@ async def drafters_of(*heads: Recorder, ports: Sequence[int] = ()) -> AsyncItera
 
 
 async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_own(
-    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+    orchestrators: Orchestrators, model: Any, truth: list[int]
 ) -> None:
     heads = [Recorder(layers=layers, truth=truth) for layers in ((4,), (5, 0, 3, 1, 2), LAYERS, ())]
     async with drafters_of(*heads) as (one, five, three, none):
         named = {"one": one, "five": five, "three": three, "none": none}
-        async with pipeline(start_service, verifier, **named) as running:
+        async with orchestrators.over(**named) as running:
             options = {"max_new_tokens": 40, "ignore_eos": True}
             for policy in ("merge", "route", "route:five/one", "auto", "single:five", "single:none", "plain"):
                 answer = await running.client.generate(IDS, policy=policy, **options)
@@ -114,12 +117,6 @@ async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_ow
     assert {features for seen in heads[-1].seen for features in seen.features} == {None}
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 async def text_of(client: AsyncClient, gate: threading.Event, policy: str = "single:reader") -> list[int]:
     """440 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
     ids: list[int] = []
@@ -133,7 +130,7 @@ async def text_of(client: AsyncClient, gate: threading.Event, policy: str = "sin
 
 @pytest.mark.parametrize(("policy", "breaks_at"), [("single:reader", 9), ("merge", 0)], ids=["drafting", "opening"])
 async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there_are(
-    start_service: StartService, verifier: Service, model: Any, truth: list[int], breaks_at: int, policy: str
+    orchestrators: Orchestrators, model: Any, truth: list[int], breaks_at: int, policy: str
 ) -> None:
     breaking, whole = Recorder(truth=truth, breaks_at=breaks_at), Recorder(truth=truth)
     other = Recorder(layers=(5, 3), truth=truth)
@@ -142,7 +139,7 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
     ports = sorted((free_port(), free_port()), key=str)  # the first session goes to the first address
     async with (
         drafters_of(breaking, whole, other, ports=ports) as (first, second, third),
-        pipeline(start_service, verifier, 200, reader=(first, second), other=third) as running,
+        orchestrators.over(200, reader=(first, second), other=third) as running,
     ):
         assert await text_of(running.client, breaking.gate, policy) == truth[len(IDS) :][:440]
     seen = whole.seen[0]
@@ -158,15 +155,12 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
 
 
 async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_once(
-    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+    orchestrators: Orchestrators, model: Any, truth: list[int]
 ) -> None:
     port = free_port()
     head = Recorder(truth=truth)
     absent = SimpleNamespace(address=f"127.0.0.1:{port}")
-    async with (
-        pipeline(start_service, verifier, 200, reader=absent) as running,
-        drafter_of(head, port=port),
-    ):
+    async with orchestrators.over(200, reader=absent) as running, drafter_of(head, port=port):
         await asyncio.sleep(2.5)  # it was not there when the orchestrator first asked
         head.gate.clear()
         assert await text_of(running.client, head.gate) == truth[len(IDS) :][:440]
@@ -200,7 +194,7 @@ async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refu
         flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
         verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
         with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
-            async with pipeline(start_service, verifier, one=named["one"], many=named["many"]):
+            async with Orchestrators(start_service, verifier).over(one=named["one"], many=named["many"]):
                 pass
 
 
@@ -225,7 +219,7 @@ async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> 
 
 
 async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_one_does_not(
-    start_service: StartService, verifier: Service, truth: list[int]
+    orchestrators: Orchestrators, truth: list[int]
 ) -> None:
     honest, wrong, useless = (Recorder(layers=(), truth=text) for text in (truth, *[[0] * len(truth)] * 2))
     for head in (honest, wrong):
@@ -233,7 +227,7 @@ async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_
     useless.description = replace(useless.description, vocab_size=VOCAB)  # and nobody measured it
     async with (
         drafters_of(honest, wrong, useless) as (first, second, third),
-        pipeline(start_service, verifier, honest=first, wrong=second, useless=third) as running,
+        orchestrators.over(honest=first, wrong=second, useless=third) as running,
     ):
         for policy in ("single:honest", "single:wrong"):
             assert await running.ids(IDS, policy, 60) == truth[len(IDS) :][:60]
@@ -260,12 +254,10 @@ class Slow(Recorder):
         yield from super().draft(jobs)
 
 
-async def test_sessions_move_to_a_drafter_that_comes(
-    start_service: StartService, verifier: Service, truth: list[int]
-) -> None:
+async def test_sessions_move_to_a_drafter_that_comes(orchestrators: Orchestrators, truth: list[int]) -> None:
     port, old, new = free_port(), Slow(truth=truth), Slow(truth=truth)
     coming = SimpleNamespace(address=f"127.0.0.1:{port}")
-    async with drafter_of(old) as drafter, pipeline(start_service, verifier, slow=(drafter, coming)) as running:
+    async with drafter_of(old) as drafter, orchestrators.over(slow=(drafter, coming)) as running:
         answers = [asyncio.create_task(running.ids(IDS, "single:slow", LONG)) for _ in range(SESSIONS)]
         await until(lambda: len(old.open_sessions) == SESSIONS)
         async with drafter_of(new, port=port):
@@ -294,10 +286,10 @@ class Erratic(Recorder):
 
 
 async def test_a_drafter_that_is_late_now_and_then_is_left_alone(
-    start_service: StartService, verifier: Service, truth: list[int]
+    orchestrators: Orchestrators, truth: list[int]
 ) -> None:
     head = Erratic(layers=(), truth=truth)
-    async with drafter_of(head) as drafter, pipeline(start_service, verifier, 100, erratic=drafter) as running:
+    async with drafter_of(head) as drafter, orchestrators.over(100, erratic=drafter) as running:
         answer = await running.client.generate(IDS, policy="single:erratic", max_new_tokens=NEW, ignore_eos=True)
         assert list(answer.ids) == truth[len(IDS) :][:NEW]
         assert 2 <= answer.late_drafts <= 4
@@ -320,10 +312,10 @@ class Picky(Recorder):
 
 @pytest.mark.parametrize("refusal", [InvalidField("open.ids", "are too many"), Overloaded("no room for the text")])
 async def test_a_text_that_a_drafter_refuses_costs_no_other_text_its_drafts(
-    start_service: StartService, verifier: Service, truth: list[int], refusal: CoppiceError
+    orchestrators: Orchestrators, truth: list[int], refusal: CoppiceError
 ) -> None:
     head, long = Picky(refusal, truth), truth[: len(IDS) + 20]
-    async with drafter_of(head) as drafter, pipeline(start_service, verifier, picky=drafter) as running:
+    async with drafter_of(head) as drafter, orchestrators.over(picky=drafter) as running:
 
         async def tau(prompt: list[int]) -> float:
             told = {"policy": "single:picky", "max_new_tokens": NEW, "ignore_eos": True}
@@ -359,7 +351,7 @@ class Wrong(Recorder):
 
 
 async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
-    start_service: StartService, verifier: Service, truth: list[int]
+    orchestrators: Orchestrators, truth: list[int]
 ) -> None:
     head, blind = Wrong(truth=truth), Wrong(layers=(), truth=truth)
     text = truth[len(IDS) :][:SOME]
@@ -367,16 +359,16 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
         client = Redis.from_url(redis.url)
         async with drafters_of(head, blind) as (first, second):
             named = {"reader": first, "other": second}
-            async with pipeline(start_service, verifier, **named) as off:
+            async with orchestrators.over(**named) as off:
                 assert await off.ids(IDS, "single:reader", SOME) == text
                 assert (head.seen[0].wants_misses, head.seen[0].rejections) == (False, [])
                 assert counts(off.service.metrics).produced == 0
             for name in named:
                 client.set(redis_key(name, "demand"), "misses")
-            async with pipeline(start_service, verifier, 2000, "--adaptation.redis", redis.url, **named) as on:
+            async with orchestrators.over(2000, "--adaptation.redis", redis.url, **named) as on:
                 await asyncio.sleep(0.5)  # it has heard what is wanted
                 assert await on.ids(IDS, "single:reader", SOME) == text
-                assert await asyncio.to_thread(eventually, lambda: len(queries(client, "reader")) == 1)
+                assert await holds(lambda: len(queries(client, "reader")) == 1)
                 (record,) = queries(client, "reader")
                 assert (record.s, record.new_tokens) == (0.0, SOME)  # this head knows no misses
                 assert await on.ids(IDS, "single:other", SOME) == text

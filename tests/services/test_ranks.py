@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from services.verifier import ranks
 from services.verifier.ranks import check_devices
-from tests.processes import Service
-from tests.sessions import VerifierClient, junk_tree, target_of, verifying
+from tests.processes import Service, StartService
+from tests.sessions import VerifierClient, described, junk_tree, verifying
 from tests.tiny import make_target
 
 VOCAB = 300  # a row of all ids can be sent
 IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-StartService = Callable[..., Service]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +57,7 @@ def other_ranks(service: Service) -> list[psutil.Process]:
 async def text_of(service: Service, sampling: SamplingParams, ids: Sequence[int], count: int) -> list[int]:
     """A session without trees."""
     async with verifying(service) as stub:
-        client = VerifierClient(stub, "plain", ids, sampling=sampling, max_len=len(ids) + count + 1)
-        await client.open()
+        client = await VerifierClient(stub, "plain", ids, sampling=sampling, max_len=len(ids) + count + 1).open()
         while len(client.committed) < len(ids) + count:
             await client.verify()
         return client.committed[len(ids) :]
@@ -67,22 +65,20 @@ async def text_of(service: Service, sampling: SamplingParams, ids: Sequence[int]
 
 async def test_rows_and_features_equal_one_ranks(one: Service, two: Service) -> None:
     rng = random.Random(1)
-    hashes = []
-    for service in (one, two):
-        async with verifying(service) as stub:
-            hashes.append((await target_of(stub)).weights_hash)
-    assert hashes[0] == hashes[1]  # replicas of either kind serve one pool
+    single, shared = await described(one), await described(two)
+    assert single.weights_hash == shared.weights_hash  # replicas of either kind serve one pool
     for length in (1, 21, 700):
         ids = [rng.randrange(VOCAB) for _ in range(length)]
         rows = []
         for service in (one, two):
             async with verifying(service) as stub:
-                opened = await VerifierClient(stub, "rows", ids, sampling=SAMPLED, want_prompt_log_probs=True).open()
+                client = VerifierClient(stub, "rows", ids, sampling=SAMPLED, want_prompt_log_probs=True)
+                opened = (await client.open()).opened
             assert opened.next.row is not None
             assert len(opened.next.row.ids) == VOCAB
             rows.append((opened.next.row.log_probs, np.array(opened.prompt_log_probs)))
-        for single, shared in zip(*rows, strict=True):
-            assert shared == pytest.approx(single, rel=1e-5, abs=1e-5)
+        for ours, theirs in zip(*rows, strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-5, abs=1e-5)
 
 
 async def test_sampled_sessions_with_trees_say_what_one_ranks_plain_ones_do(one: Service, two: Service) -> None:
@@ -137,9 +133,9 @@ def settings(target: Path, **more: Any) -> VerifierSettings:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two devices")
 def test_what_this_machine_has_not_is_refused_in_a_line(target: Path) -> None:
-    devices = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     for more, reason in (
-        ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {devices}$"),
+        ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {count}$"),
         ({"ranks": 1, "kv_tokens": 10**12}, "^target: 1 x .0.0 GiB of weights .* memory on cpu; a lower verifier.kv_t"),
     ):
         with pytest.raises(InvalidField, match=reason):
@@ -162,12 +158,10 @@ def test_a_single_device_cannot_be_named_for_several_ranks() -> None:
         load_settings(["--verifier.device", "cuda:1", "--verifier.ranks", "2"])
 
 
-class Cuda:
-    """Devices that are not here."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *free_gib: float) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (int(free_gib[number] * 2**30), 80 * 2**30))
+def devices(monkeypatch: pytest.MonkeyPatch, *free_gib: float) -> None:
+    """Have devices that are not here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (int(free_gib[number] * 2**30), 80 * 2**30))
 
 
 def llama_8b(folder: Path) -> Path:
@@ -196,7 +190,7 @@ def llama_8b(folder: Path) -> Path:
 def test_what_devices_cannot_hold_is_said_before_weights_are_read(
     free: tuple[float, ...], ranks: int, kv_tokens: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Cuda(monkeypatch, *free)
+    devices(monkeypatch, *free)
     told = settings(llama_8b(tmp_path), device="cuda", dtype="bfloat16", ranks=ranks, kv_tokens=kv_tokens)
     if not said:
         for rank in range(ranks):

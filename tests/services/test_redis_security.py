@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from coppice.stack.redis_server import find_server
 from services.adapter.service import Inbox, Lease
 from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
+from tests.processes import free_port
 from tests.services.test_signal_stream import RECORD, Reader
 from tests.signals import counts, eventually
 
@@ -33,9 +33,7 @@ class StrictRedis:
         self.scheme = scheme
         self.authority = Authority(folder / "authority")
         (folder / "users.acl").write_text(documented("acl") + "user root on >root ~* &* +@all\n")
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
+        self.port = free_port()
         tls = self.authority.tls("orchestrator")  # its names hold 127.0.0.1
         options: dict[str, object] = {
             "port": self.port,

@@ -30,19 +30,16 @@ from coppice.rpc.channels import Dialer, Stub
 from coppice.rpc.health import MOST_CALLS
 from coppice.rpc.link import LINKED
 from coppice.rpc.server import Serving
-from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import drafter_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription
 from orchestrator.tokens import Tokens, client_salt, read_tokens
+from tests import fake_service
 from tests.certificates import ROLES, Authority, documented
 from tests.processes import until
 
-SERVICES: dict[str, ServiceDescriptor] = {
-    service.name: service
-    for module in (verifier_pb2, drafter_pb2, adapter_pb2, generation_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-}
-SERVED_BY = {"VerifierService": "verifier", "DrafterService": "drafter", "AdapterService": "adapter"}
+SERVED_BY = {service.name: role for role, service in fake_service.SERVICES.items()}
+SERVICES = {service.name: service for service in fake_service.SERVICES.values()}
 # Written out once more: an edit of the product's table alone is not to pass.
 MAY_CALL = {
     "Verify": {"orchestrator"},
@@ -62,11 +59,6 @@ MAY_CALL = {
 }
 TOKEN, OTHER = "t" * 64, "o" * 64
 MODEL = ModelDescription("echo", 300, 512, (), ("plain",), "plain", 31, True, True)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +113,7 @@ async def served(
 ) -> AsyncIterator[str]:
     """A server in this process; gives its address."""
     limits = Limits(idle_s=idle_s)
-    serving = Serving(ServerSettings(grace_s=0, **more), limits, SERVED_BY.get(name, "orchestrator"), tls, tokens)
+    serving = Serving(ServerSettings(grace_s=0, **more), limits, SERVED_BY[name], tls, tokens)
     await serving.start(SERVICES[name], servicer or Reached(SERVICES[name]))
     stopped = asyncio.create_task(serving.until_stopped())
     try:
@@ -152,20 +144,20 @@ def test_every_method_has_its_callers() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 async def test_each_method_is_for_its_callers_alone(name: str, authority: Authority) -> None:
-    server = SERVED_BY.get(name, "orchestrator")
+    server = SERVED_BY[name]
     async with served(name, authority.tls(server)) as address:
         for role in ROLES:
             async with authority.dialer(role).open(address) as channel:
                 for method in SERVICES[name].methods:
                     code, details = await ended(channel, method)
-                    link = f"{name}.Link"
+                    link, path = f"{name}.Link", f"/{SERVICES[name].full_name}/{method.name}"
                     if role in MAY_CALL.get(link, ()) and method.name == "Link":
                         assert (code, details) == ("OK", ""), role
                     elif role in MAY_CALL.get(method.name, ()):
                         assert (code, details) == ("NOT_FOUND", "reached"), (role, method.name)
                     else:
                         assert code == "PERMISSION_DENIED", (role, method.name)
-                        on_link = f"/coppice.v1.{name}/{method.name}" not in LINKED or role in MAY_CALL[link]
+                        on_link = path not in LINKED or role in MAY_CALL[link]
                         assert details.startswith(f"coppice.v1.{f'{name}.{method.name}' if on_link else link} is for ")
 
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,17 +34,8 @@ from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import LocalRedis
 from services.adapter.service import Inbox
 from services.adapter.state import AdapterMetrics, State
-from tests.signals import Counts, counts, eventually, queries, samples
+from tests.signals import Counts, counts, holds, queries, samples
 from tests.unit.test_records import RECORD, sample
-
-
-@pytest.fixture
-def redis() -> Iterator[LocalRedis]:
-    """On a port that it takes again when it is started again."""
-    with LocalRedis() as first:
-        port = first.port
-    with LocalRedis(port) as running:
-        yield running
 
 
 class Line:
@@ -64,10 +55,6 @@ class Line:
 
     async def until(self, claim: Callable[[Counts], bool]) -> None:
         assert await holds(lambda: claim(self.counts))
-
-
-async def holds(claim: Callable[[], bool]) -> bool:
-    return await asyncio.to_thread(eventually, claim)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from coppice.engine.rows import PackedBatch, Piece, pack
 from coppice.engine.steps import Bucket, Graph, StepInputs, Steps, TappedModel, graph_buckets
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.pretend import FREE, LAUNCHES
-from tests.services.test_engine import Tree, kernel_rules
+from tests.services.test_engine import SMALL, Tree, kernel_rules
 
 __all__ = ["kernel_rules"]
 pytestmark = pytest.mark.usefixtures("kernel_rules")
@@ -114,12 +114,7 @@ def llama() -> PreTrainedModel:
 
 def tiny(kind: Callable[..., Any], layers: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        kind(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, intermediate_size=48, max_position_embeddings=256, initializer_range=0.2,
-        )
-    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(kind(**{**SMALL, "vocab_size": VOCAB, "num_hidden_layers": layers}))
 
 
 def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel, recorded: None) -> None:

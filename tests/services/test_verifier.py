@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from transformers import AutoModelForCausalLM
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
 from coppice.limits import CHUNK_BYTES
@@ -25,10 +23,8 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2
 from coppice.wire.common import FeatureRef, Fence, committed_hash
-from coppice.wire.verifier import (
-    verify_request_to_wire,
-)
-from tests.processes import Service
+from coppice.wire.verifier import verify_request_to_wire
+from tests.processes import Service, StartService, free_port
 from tests.sessions import (
     IDS,
     VOCAB,
@@ -47,7 +43,6 @@ from tests.tiny import make_target
 
 LAYERS, MAX_LEN = 6, 1024
 SERVICE = "coppice.v1.VerifierService"
-StartService = Callable[..., Service]
 
 
 @pytest.fixture(scope="module")
@@ -56,36 +51,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(folder, VOCAB, layers=LAYERS, hidden=64, max_len=MAX_LEN, tokenizer=False)
 
 
-@pytest.fixture(scope="module")
-def model(target: Path) -> Any:
-    """The reference: plain transformers."""
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def verifier(start_service: StartService, target: Path) -> Service:
-    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
-
-
-SMALL = ("--verifier.kv_tokens", "520", "--limits.queue_s", "0.4")
+SMALL = ("--verifier.kv_tokens", "520", "--limits.queue_s", "0.4", "--verifier.prune", "false")
 WINDOW = {"TEST_CONSTANTS": "services.verifier.features.FEATURE_WINDOW=16"}
-UNPRUNED = ("--verifier.prune", "false")
 
 
 @pytest.fixture(scope="module")
 def small(start_service: StartService, target: Path) -> Service:
     """520 KV tokens are 16 blocks of 32 and a rest: room for two sessions of up to 128 tokens and their trees."""
-    return start_service(
-        "services.verifier",
-        "--verifier.target",
-        str(target),
-        "--verifier.threads",
-        "1",
-        *SMALL,
-        *UNPRUNED,
-        variables=WINDOW,
-    )
+    flags = ("--verifier.target", str(target), "--verifier.threads", "1", *SMALL)
+    return start_service("services.verifier", *flags, variables=WINDOW)
 
 
 SAMPLINGS = {
@@ -107,8 +81,8 @@ async def test_texts_of_packed_sessions_are_plain_decodings_whatever_trees_are_s
     async def decode(stub: Any, number: int) -> tuple[list[int], int]:
         rng, pruned, accepted = random.Random(number), 0, 0
         client = VerifierClient(stub, f"pruned-{number}", texts[number], sampling=sampling or SamplingParams())
-        opened = await client.open()
-        assert (opened.next.row is None) == (name == "full rows")
+        await client.open()
+        assert (client.opened.next.row is None) == (name == "full rows")
         while len(client.committed) < len(texts[number]) + 16:
             made = len(client.committed) - len(texts[number])
             drafted = junk_tree(rng, expected[number][made + 1 :], rng.choice([0, 5, 40]))
@@ -140,8 +114,7 @@ async def test_nodes_that_promise_nothing_are_not_verified_and_plain_steps_cost_
     service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
     good = continuation(model, IDS, 20)
     async with verifying(service) as stub:
-        client = VerifierClient(stub, "hopeless")
-        await client.open()
+        client = await VerifierClient(stub, "hopeless").open()
         assert (await client.verify()).budget_hint is None  # nobody drafted yet
         for made in range(1, 4):
             verdict = await client.verify(hopeless(good[made + 1 : made + 9]), whole_tree=False)
@@ -161,9 +134,8 @@ async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_los
     good = continuation(model, IDS, 9)
     async with verifying(verifier) as stub, verifying(small) as plain_stub:
         await until_idle(plain_stub)
-        client, unpruned = VerifierClient(stub, "whole"), VerifierClient(plain_stub, "unpruned")
-        await client.open()
-        await unpruned.open()
+        client = await VerifierClient(stub, "whole").open()
+        unpruned = await VerifierClient(plain_stub, "unpruned").open()
         verdict = await client.verify(hopeless(good[1:3]))
         assert (verdict.pruned, verdict.accepted) == (False, (1, 2))
         q_rows = np.full((2, VOCAB), 1 / VOCAB, np.float32)
@@ -178,13 +150,11 @@ async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: S
     good = continuation(model, IDS, 8)
     chain = DraftTree.chain(good[1:], -np.arange(7.0))
     async with verifying(verifier) as stub:
-        stopping = VerifierClient(stub, "stop", stop_ids=[good[2]])
-        await stopping.open()
+        stopping = await VerifierClient(stub, "stop", stop_ids=[good[2]]).open()
         verdict = await stopping.verify(chain)
         first = good.index(good[2], 1)
         assert (len(verdict.accepted), verdict.next) == (first, None)
-        ending = VerifierClient(stub, "length", max_len=len(IDS) + 4)
-        await ending.open()
+        ending = await VerifierClient(stub, "length", max_len=len(IDS) + 4).open()
         verdict = await ending.verify(chain)
         assert (len(verdict.accepted), verdict.next) == (3, None)
 
@@ -192,11 +162,9 @@ async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: S
 async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> None:
     good = continuation(model, IDS, 4)
     async with verifying(verifier) as stub:
-        client = VerifierClient(stub, "logs", want_log_probs=True, top_log_probs=2)
-        opened = await client.open()
+        client = await VerifierClient(stub, "logs", want_log_probs=True, top_log_probs=2).open()
         log_softmax = [last_row(model, [*IDS, *good[:made]]).log_softmax(-1) for made in range(4)]
-        assert opened.next.row is not None
-        assert opened.next.row.raw_log_probs == pytest.approx([float(log_softmax[0][good[0]])], abs=1e-4)
+        assert client.opened.next.row.raw_log_probs == pytest.approx([float(log_softmax[0][good[0]])], abs=1e-4)
         verdict = await client.verify(DraftTree.chain([good[1], good[2]], [-1.0, -2.0]))
         assert verdict.accepted == (1, 2)
         expected = [float(log_softmax[made][good[made]]) for made in (1, 2)]
@@ -211,15 +179,17 @@ async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(veri
     with torch.inference_mode():
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     async with verifying(verifier) as stub:
-        opened = await VerifierClient(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
+        client = await VerifierClient(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
         plain = await VerifierClient(stub, "plain", ids).open()
+    opened = client.opened
     expected = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     assert opened.prompt_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
     best = rows.topk(3)
     for told, best_values, best_ids in zip((*opened.prompt_top, *opened.top), best.values, best.indices, strict=True):
         assert told.log_probs == pytest.approx(best_values.numpy(), abs=1e-4)
         assert set(told.ids) == set(best_ids.tolist())
-    assert (plain.top, plain.prompt_top, plain.prompt_log_probs) == ((), (), ())
+    opened = plain.opened
+    assert (opened.top, opened.prompt_top, opened.prompt_log_probs) == ((), (), ())
 
 
 # Fences and the order of messages.
@@ -230,39 +200,33 @@ async def test_steps_out_of_order_are_refused(verifier: Service) -> None:
     expected = f"expected step 1 on {len(IDS)} tokens with hash {committed_hash(IDS):016x}"
     async with verifying(verifier) as stub:
         for changes in ({"step": 2}, {"step": 0}, {"committed_len": 20}, {"committed_hash": 7}):
-            stale = VerifierClient(stub)
-            await stale.open()
+            stale = await VerifierClient(stub).open()
             with pytest.raises(StaleFence, match=expected):
                 await stale.verify(fence=replace(stale.fence(1), **changes))
             assert await stale.call.code() is grpc.StatusCode.FAILED_PRECONDITION
-        ended = VerifierClient(stub, max_len=len(IDS) + 1)
-        await ended.open()
+        ended = await VerifierClient(stub, max_len=len(IDS) + 1).open()
         assert (await ended.verify()).next is None
         with pytest.raises(StaleFence, match=f"step 2 comes behind the end of the text at {len(IDS) + 1} tokens"):
             await ended.verify(root=1)
         unopened = VerifierClient(stub)
         with pytest.raises(InvalidField, match="kind: the first message of a session is open"):
             await unopened.verify(root=1)
-        twice = VerifierClient(stub)
-        await twice.open()
+        twice = await VerifierClient(stub).open()
         with pytest.raises(InvalidField, match="kind: the session is open already"):
-            await twice.ask(verify_request_to_wire(twice.opening))
+            await twice.ask(twice.opening)
         with pytest.raises(InvalidField, match="kind: neither open nor step"):
-            await VerifierClient(stub).ask(verifier_pb2.VerifyRequest())
+            await VerifierClient(stub).say(verifier_pb2.VerifyRequest())
 
 
 async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: Service, model: Any) -> None:
     async with verifying(verifier) as stub:
-        owner = VerifierClient(stub, "taken", feature_layers=(2,))
-        opened = await owner.open()
+        owner = await VerifierClient(stub, "taken", feature_layers=(2,)).open()
         with pytest.raises(InvalidField, match=r"open\.session: is already open"):
             await VerifierClient(stub, "taken").open()
         await owner.verify()
         await owner.verify()
         assert owner.committed[len(IDS) :] == continuation(model, IDS, 2)
-        assert opened.features is not None
-        assert opened.features.ref is not None
-        assert await fetch(stub, opened.features.ref)  # still the owner's
+        assert await fetch(stub, owner.opened.features.ref)  # still the owner's
         await owner.call.done_writing()
         await until_idle(stub)
         await VerifierClient(stub, "taken").open()
@@ -278,16 +242,15 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
 ) -> None:
     prompt = random.Random(1).choices(range(VOCAB), k=700)
     async with verifying(verifier) as stub:
-        client = VerifierClient(stub, "long", prompt, feature_layers=COLUMNS)
-        opened = await client.open()
-        assert opened.features is not None
-        assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700, COLUMNS)
-        parts = await fetch(stub, opened.features.ref)
+        client = await VerifierClient(stub, "long", prompt, feature_layers=COLUMNS).open()
+        whole = client.opened.features.ref
+        assert whole == FeatureRef(verifier.address, "long", 0, 700, COLUMNS)
+        parts = await fetch(stub, whole)
         assert len(parts) == 2
         assert all(0 < len(part.inline or b"") <= CHUNK_BYTES for part in parts)
         assert [part.start for part in parts] == [0, parts[0].count]
         torch.testing.assert_close(values(parts), hidden_states(model, prompt, COLUMNS), atol=1e-4, rtol=1e-4)
-        window = await fetch(stub, replace(opened.features.ref, start=650, count=3))
+        window = await fetch(stub, replace(whole, start=650, count=3))
         torch.testing.assert_close(values(window), values(parts)[650:])
 
 
@@ -316,11 +279,9 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: 
         for field, changes in BAD_OPENS.items():
             with pytest.raises(InvalidField, match=rf"^{field}"):
                 await VerifierClient(stub, **changes).open()
-        other = VerifierClient(stub, "other")
-        await other.open()
+        other = await VerifierClient(stub, "other").open()
         for field, bad in BAD_TREES.items():
-            client = VerifierClient(stub, field)
-            await client.open()
+            client = await VerifierClient(stub, field).open()
             with pytest.raises(InvalidField, match=rf"^{field}: "):
                 await client.verify(bad)
             await other.verify()
@@ -328,8 +289,7 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: 
             ({"root": VOCAB}, r"^step\.root"),
             ({"tree": DraftTree.chain([1], [-1.0]), "q_rows": np.zeros((1, VOCAB), np.float32)}, r"^step\.q_rows"),
         ]:
-            client = VerifierClient(stub, "bad")
-            await client.open()
+            client = await VerifierClient(stub, "bad").open()
             with pytest.raises(InvalidField, match=why):
                 await client.verify(**changes)
         made = len(other.committed) - len(IDS)
@@ -358,8 +318,7 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once_and_one_as_larg
         assert (await until_idle(stub)).max_len == 512
         with pytest.raises(InvalidField, match=r"open\.max_len: 513"):
             await VerifierClient(stub, "larger", max_len=513).open()
-        client = VerifierClient(stub, "as-large", [5] * 510, max_len=512)
-        await client.open()
+        client = await VerifierClient(stub, "as-large", [5] * 510, max_len=512).open()
         verdict = await client.verify(DraftTree.chain([5] * 4, [-1.0] * 4))
         assert verdict.verified == (1,)  # there is room for the root and one node
 
@@ -370,8 +329,7 @@ async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes_and_the_verdict
     good = continuation(model, IDS, 5)
     async with verifying(small) as stub:
         await until_idle(stub)
-        client = VerifierClient(stub, "cut", max_len=len(IDS) + 6)
-        await client.open()
+        client = await VerifierClient(stub, "cut", max_len=len(IDS) + 6).open()
         junk, spine = 240, [241, 242, 243]
         tokens = [(good[1] + 1) % VOCAB] * junk + good[1:4]
         log_probs = np.concatenate([-5 - np.arange(junk) / 100, [-1.0, -2.0, -3.0]])
@@ -413,12 +371,6 @@ async def test_kv_is_free_again_however_a_session_ends(verifier: Service) -> Non
 
 
 # The process.
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_sessions(

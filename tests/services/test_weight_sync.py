@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Features
-from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
+from coppice.wire.drafter import TreeDelta, WeightsPart, weights_to_wire
 from services.adapter.push import DrafterLink
-from tests.processes import Service
+from tests.processes import Service, StartService
 from tests.pushes import Case, Push, altered, matrix_of
 from tests.recorder import fed
 from tests.sessions import DrafterClient, drafter_idle, drafting
@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafter(source: Path, start_service: Callable[..., Service], target: Path) -> Service:
+def drafter(source: Path, start_service: StartService, target: Path) -> Service:
     flags = ["--drafter.kind", KIND, "--drafter.path", str(source), "--drafter.target", str(target)]
     flags += ["--drafter.threads", "1", "--drafter.top_k", "8", "--drafter.depth", "6"]
     return start_service("services.drafter", *flags)
@@ -69,11 +69,6 @@ class Client(DrafterClient):
         """features: where those of the text come from."""
         super().__init__(stub, text.ids[:length], features=features)
         self.text = text
-
-    async def open(self) -> Client:
-        await self.call.write(draft_request_to_wire(self.opening))
-        self.opened = await self.read()
-        return self
 
     async def next(self, commit: int) -> TreeDelta:
         """Commit some ids of the text and draft behind them."""

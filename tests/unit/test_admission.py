@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coppice.errors import Overloaded
 from coppice.rpc.admission import Admission
-from tests.clock import without_waiting
+from tests.processes import without_waiting
 
 CAPACITY = 3
 ACTS = st.one_of(

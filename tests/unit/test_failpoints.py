@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from coppice import failpoints
+from coppice.backoff import Backoff
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
@@ -75,3 +76,16 @@ def test_garbage_is_a_tree_that_is_refused() -> None:
     step.parts.append(Growth(0, DraftTree.chain([4, 5, 6], [-0.1, -0.2, -0.3]), True))
     with pytest.raises(TreeError, match="parent"):
         validate(step.delta(0, 0).nodes, 300)
+
+
+# --- pauses before something that failed is tried again ---
+
+
+def test_pauses_double_up_to_the_longest_and_begin_again_after_a_success() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert backoff.fresh
+    assert [backoff.fail() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert not backoff.fresh
+    backoff.succeed()
+    assert backoff.fresh
+    assert backoff.fail() == 0.5

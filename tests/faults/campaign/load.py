@@ -6,30 +6,25 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from coppice.client.client import AsyncClient, Client, Options
 from coppice.client.completion import StreamEvent
 from coppice.errors import CoppiceError, Overloaded
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.generation import Chunk, Finished, Origin, Started
+from lab import identity
 from lab.questions import own_prompts
 
 PROMPT_LENGTH = 48  # characters or ids
 REQUEST_S = 60.0  # after which a request has failed
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt and how to draw: an answer is a function of these."""
-
-    prompt: str | tuple[int, ...]
-    sampling: SamplingParams
-
-
+Question = tuple[str, SamplingParams]
+"""A prompt and how to draw: an answer is a function of these."""
 Answers = Mapping[Question, tuple[int, ...]]
 """What plain decoding said to each question before any fault."""
 
@@ -121,14 +116,15 @@ async def ask(
 
     `pause_s` is how long the client pauses behind each event, `leaves` says behind which one it goes away.
     """
+    prompt, sampling = question
     options: Options = {
         "policy": policy,
-        "sampling": question.sampling,
+        "sampling": sampling,
         "max_new_tokens": len(stream.expected),
         "ignore_eos": True,
         "timeout": REQUEST_S,
     }
-    call, _ = client._call("stream", question.prompt, options)
+    call, _ = client._call("stream", prompt, options)
     hear = call.hear
 
     def noted(event: StreamEvent) -> StreamEvent | None:
@@ -162,20 +158,14 @@ def questions(address: str, prompts: int) -> list[Question]:
     with Client(address) as client:
         texts = [text.prompt[:PROMPT_LENGTH] for text in own_prompts(client.describe(), prompts)]
     draws = (SamplingParams(), SamplingParams(temperature=1.0, seed=11))
-    return [Question(text, sampling) for text in texts for sampling in draws]
+    return [(text, sampling) for text in texts for sampling in draws]
 
 
-async def plain_answers(address: str, asked: Iterable[Question], new_tokens: int) -> dict[Question, tuple[int, ...]]:
-    """What plain decoding says to each question. Raises what a request is refused with."""
-    gate, options = asyncio.Semaphore(8), {"policy": "plain", "max_new_tokens": new_tokens, "ignore_eos": True}
-    async with AsyncClient(address) as client:
-
-        async def answer(question: Question) -> tuple[Question, tuple[int, ...]]:
-            async with gate:
-                answered = await client.generate(question.prompt, sampling=question.sampling, **options)  # type: ignore[arg-type]
-            return question, answered.ids
-
-        return dict(await asyncio.gather(*map(answer, asked)))
+async def plain_answers(address: str, asked: Sequence[Question], new_tokens: int) -> dict[Question, tuple[int, ...]]:
+    """What plain decoding says to each question."""
+    answers: Any = await identity.ask(address, asked, identity.Way("plain", sessions=4), new_tokens)  # type: ignore[arg-type]
+    assert not [failure for failure in answers if isinstance(failure, str)], answers
+    return dict(zip(asked, answers, strict=True))
 
 
 class Load:

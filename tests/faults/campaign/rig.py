@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from lab.report import Check
 from services.adapter.push import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.load import Answers, Load, Stream, plain_answers, questions
-from tests.faults.campaign.proxy import Proxies
 
 Fault = Literal["kill", "stop", "cut", "term"]
 Run = Callable[["Rig", "FaultRow", int], Awaitable[None]]
@@ -345,6 +345,99 @@ class Rig:
                 if sizes[0] > most[0] + MORE_FILES or sizes[1] > most[1] + MORE_THREADS:
                     grown.append(f"{name} has (files, threads) {sizes}, {most} before")
         return grown
+
+
+class _Proxy:
+    """One listening port whose connections go on to an upstream address."""
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = upstream.rpartition(":")
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self.port, self.delay_s = 0, 0.0
+
+    async def listen(self) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+            self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in tuple(self._open):
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            self._open.add(writer)
+            with contextlib.suppress(OSError):
+                onward_reader, onward = await asyncio.open_connection(self._upstream[0], int(self._upstream[2]))
+                writers.append(onward)
+                self._open.add(onward)
+                pumps = [self._pump(reader, onward), self._pump(onward_reader, writer)]
+                await asyncio.wait([asyncio.create_task(pump) for pump in pumps])
+        finally:
+            self._open.difference_update(writers)
+            for end in writers:
+                end.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what comes until one side ends; then the other ends too."""
+        try:
+            while data := await reader.read(64 << 10):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+
+class Proxies(contextlib.AbstractContextManager["Proxies"]):
+    """A proxy before each process, all on one thread of their own.
+
+    Called with a process's name and HOST:PORT it gives the address to reach it by (`via` of a Stack).
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
+        self._proxies: dict[str, _Proxy] = {}
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._proxies:
+            self.cut(name)
+        self._do(asyncio.sleep(0.05))  # the connections' tasks end
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __call__(self, name: str, address: str) -> str:
+        if name not in self._proxies:
+            self._proxies[name] = _Proxy(address)
+            self._do(self._proxies[name].listen())
+        return f"127.0.0.1:{self._proxies[name].port}"
+
+    def cut(self, name: str) -> None:
+        """End every connection to a process and refuse new ones."""
+        self._do(self._proxies[name].cut())
+
+    def heal(self, name: str) -> None:
+        """Take connections again, without a delay."""
+        self._proxies[name].delay_s = 0.0
+        self._do(self._proxies[name].listen())
+
+    def slow(self, name: str, seconds: float) -> None:
+        """Hold back whatever passes, each way, by as much."""
+        self._proxies[name].delay_s = seconds
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from services.adapter.push import DrafterLink
 from tests.faults.campaign.load import Load, Stream, ask
 from tests.faults.campaign.rig import Fault, FaultRow, Rig, Run, Scenario, percentile
 from tests.pushes import CORRUPTIONS, Case, Push, altered
-from tests.signals import eventually
+from tests.signals import holds
 
 QUICK: Mapping[str, Any] = {"adapter.policy": "always", "adapter.interval": 2, "adapter.cpu_share": 1.0}
 """Settings under which updates come every few queries"""
@@ -84,8 +84,8 @@ async def ended(rig: Rig, streams: Sequence[Stream]) -> None:
     await rig.until(lambda: all(stream.ended for stream in streams), LONG_S)
 
 
-async def share_of(row: FaultRow, base: Callable[[], Load], other: Callable[[], Load]) -> tuple[float, int]:
-    """Median tokens a second of another load over those of a base, in turns, and how many requests were refused."""
+async def compare_throughput(row: FaultRow, share: str, base: Callable[[], Load], other: Callable[[], Load]) -> int:
+    """Check the share that another load's median of tokens a second has of a base's, in turns; requests refused."""
     rates: dict[Callable[[], Load], list[float]] = {base: [], other: []}
     refused = 0
     for make in (base, other, other, base, base, other):
@@ -94,7 +94,9 @@ async def share_of(row: FaultRow, base: Callable[[], Load], other: Callable[[], 
             rates[make].append(load.tokens / WINDOW_S)
         row.count(load.streams)
         refused += load.refused
-    return percentile(rates[other], 0.5) / max(1e-9, percentile(rates[base], 0.5)), refused
+    value = round(percentile(rates[other], 0.5) / max(1e-9, percentile(rates[base], 0.5)), 3)
+    row.checks.append(Check(f"{row.fault}: {share}", value, f">= {LEAST_SHARE}", value >= LEAST_SHARE))
+    return refused
 
 
 # --- drafters, verifiers, orchestrators ---
@@ -141,9 +143,8 @@ async def drafters_gone(rig: Rig, row: FaultRow, number: int) -> None:
         for name in names:
             await rig.begin("kill", name)
         await ended(rig, load.answering)
-    share, _ = await share_of(row, lambda: rig.load("plain"), rig.load)
+    await compare_throughput(row, "throughput over plain's", lambda: rig.load("plain"), rig.load)
     await rig.restart(*names)
-    row.checks.append(Check.at_least(f"{row.fault}: throughput over plain's", share, LEAST_SHARE))
 
 
 async def verdict_lost(rig: Rig, row: FaultRow, number: int) -> None:
@@ -164,7 +165,7 @@ async def verdict_lost(rig: Rig, row: FaultRow, number: int) -> None:
 async def kv_exhausted(rig: Rig, row: FaultRow, number: int) -> None:
     """Verifiers with room for a quarter of the sessions: the others wait for their turn, which is no recovery."""
     names, most = rig.names("verifier"), 0
-    each = max(len(question.prompt) for question in rig.answers) + rig.plan.new_tokens
+    each = max(len(prompt) for prompt, _ in rig.answers) + rig.plan.new_tokens
     room = max(2 * each, each * rig.plan.sessions // (4 * len(names)))
     await rig.restart(*names, flags={"verifier.kv_tokens": -(-room // 32) * 32})
     try:
@@ -252,10 +253,9 @@ def overload(times: int) -> Run:
         address = rig.stack.services[name].address
         try:
             loads = (lambda: Load(address, rig.answers, seats), lambda: Load(address, rig.answers, times * seats))
-            share, refused = await share_of(row, *loads)
+            refused = await compare_throughput(row, "goodput over the peak", *loads)
         finally:
             await rig.restart(name)
-        row.checks.append(Check.at_least(f"{row.fault}: goodput over the peak", share, LEAST_SHARE))
         if refused < seats:
             row.weak.append(f"{refused} requests were refused")
 
@@ -348,10 +348,10 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
         }
 
     async with rig.load() as load:
-        if not await asyncio.to_thread(eventually, flow, BACK_S):
+        if not await holds(flow, BACK_S):
             row.leaks.append(f"in {BACK_S:g} s no query reached the adapter, or a replica did not use its weights")
     row.count(load.streams)
-    if not await asyncio.to_thread(eventually, lambda: not any(waiting().values()), 10.0):
+    if not await holds(lambda: not any(waiting().values()), 10.0):
         row.leaks.append(f"signals unaccounted for: {waiting()}")
 
 
