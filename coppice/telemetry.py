@@ -14,7 +14,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, make_wsgi_app
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -44,12 +44,14 @@ def configure_logging(as_json: bool) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0.
+    """Serve `registry` over HTTP, with the process's start, CPU time and memory, and return the port. Port 0 takes a
+    free one; -1 serves nothing and returns 0.
 
     Raises InvalidField when the port is taken.
     """
     if port < 0:
         return 0
+    ProcessCollector(registry=registry)
     try:
         server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
     except OSError as error:

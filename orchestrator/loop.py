@@ -338,9 +338,7 @@ class Account:
     def ended(self, outcome: str) -> None:
         """Count the request and log it. outcome: why its text ended, else the status that it failed with."""
         seconds, result = (time.perf_counter_ns() - self._arrived) / 1e9, self.result
-        self.metrics.requests.labels(outcome).inc()
-        if outcome == result.finish_reason:
-            self.metrics.request_seconds.observe(seconds)
+        self.metrics.ended(outcome, result, seconds)
         facts: Facts = {
             "id": self.id,
             "policy": self.policy,

@@ -1,7 +1,7 @@
 """What the orchestrator counts.
 
-What vLLM measures too has vLLM's name (`vllm:...`) and labels (`model_name`, `engine`), so vLLM's dashboard of
-speculative decoding shows an orchestrator as it is. Everything else begins with `coppice_`.
+What vLLM measures too has vLLM's name (`vllm:...`) and labels (`model_name`, `engine`), so vLLM's main
+dashboard and that of speculative decoding show an orchestrator as it is. Everything else begins with `coppice_`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 import coppice
 from coppice.telemetry import STEP_BUCKETS
+from coppice.wire.generation import Finished
 
 ENGINE = "0"  # vLLM numbers its engines; an orchestrator is one, told from others by the label `instance`
 _REQUEST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_BUCKETS = tuple(first * 10**zeros for zeros in range(6) for first in (1, 2, 5))
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}  # vLLM's words for an end
 
 
 def _kept(kind: Any, *given: Any, **options: Any) -> Any:
@@ -84,9 +87,41 @@ class OrchestratorMetrics:
         self.request_seconds = make(
             Histogram, "e2e_request_latency_seconds", "from arrival to the last token", buckets=_REQUEST_BUCKETS
         )
+        self.succeeded = make(Counter, "request_success", "requests by vLLM's reason of their end", "finished_reason")
+        self.answers = {
+            name: make(Histogram, f"request_{name}", text, buckets=buckets)
+            for name, text, buckets in (
+                ("prompt_tokens", "prompt tokens of an answered request", _TOKEN_BUCKETS),
+                ("generation_tokens", "tokens of an answer", _TOKEN_BUCKETS),
+                ("max_num_generation_tokens", "the same: each answer is decoded by itself", _TOKEN_BUCKETS),
+                ("queue_time_seconds", "wait for a seat", _REQUEST_BUCKETS),
+                ("prefill_time_seconds", "from the prompt's opening to the first token", _REQUEST_BUCKETS),
+                ("decode_time_seconds", "from the first token to the last one", _REQUEST_BUCKETS),
+            )
+        }
         self.running = make(Gauge, "num_requests_running", "requests that have a seat")
         self.waiting = make(Gauge, "num_requests_waiting", "requests that wait for a seat")
         self.kv_usage = make(Gauge, "kv_cache_usage_perc", "KV in use on the verifiers, 1 is all of it")
+
+    def ended(self, outcome: str, result: Finished, seconds: float) -> None:
+        """Count a request that took so long. outcome: why its text ended, else the status that it failed with."""
+        self.requests.labels(outcome).inc()
+        if outcome in _REASONS:
+            self.succeeded.labels(*self._labels, _REASONS[outcome]).inc()
+        if outcome != result.finish_reason:
+            return
+        timings = result.timings
+        answer: dict[str, float] = {
+            "prompt_tokens": result.prompt_tokens,
+            "generation_tokens": result.new_tokens,
+            "max_num_generation_tokens": result.new_tokens,
+            "queue_time_seconds": timings.queue_ns / 1e9,
+            "prefill_time_seconds": timings.prefill_ns / 1e9,
+            "decode_time_seconds": timings.decode_ns / 1e9,
+        }
+        for name, value in answer.items():
+            self.answers[name].observe(value)
+        self.request_seconds.observe(seconds)
 
     def step(self, policy: str, verified: int, accepted: int, tokens: int, seconds: float) -> None:
         """Count one step, the draft nodes that it verified and accepted, and the tokens that it gave the client."""

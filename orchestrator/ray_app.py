@@ -173,12 +173,12 @@ class ServiceReplica:
         self._process.check_health(_ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scale_by_sessions` is told: sessions, of an orchestrator its running requests. Raises OSError."""
+        """What `scale_by_sessions` is told: sessions; an orchestrator's requests, waiting ones too. Raises OSError."""
         if self._draining:
             return {}
         metrics, counters = self._ready.metrics, f"coppice_{self._role}_sessions"
         if self._role == "orchestrator":
-            return {"sessions": metric(metrics, "vllm:num_requests_running")}
+            return {"sessions": sum(metric(metrics, f"vllm:num_requests_{state}") for state in ("running", "waiting"))}
         return {"sessions": metric(metrics, f"{counters}_opened_total") - metric(metrics, f"{counters}_closed_total")}
 
     def __del__(self) -> None:

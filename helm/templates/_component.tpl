@@ -13,6 +13,7 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
 {{- define "coppice.component" -}}
 {{- $root := .root }}
 {{- $values := include "coppice.values" (list $root .values .component) | fromYaml }}
+{{- if eq .role "adapter" }}{{ $_ := unset $values "autoscaling" }}{{ end }}
 {{- $role := index (include "coppice.roles" $root | fromYaml) .role }}
 {{- $name := printf "%s-%s" (include "coppice.name" $root) .component }}
 {{- $tls := $root.Values.tls.enabled | ternary (dict "ca" "/tls/ca.crt" "cert" "/tls/tls.crt" "key" "/tls/tls.key") dict }}
@@ -50,7 +51,7 @@ spec:
   strategy: {rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}
   {{- end }}
   minReadySeconds: 30 # until DNS caches know the new replica, before the next one is replaced
-  progressDeadlineSeconds: {{ add $values.startupSeconds 60 }}
+  progressDeadlineSeconds: {{ include "coppice.deadline" $context }}
   template:
     metadata:
       labels:

@@ -59,6 +59,9 @@ redis: {port: {{ .Values.redis.port }}}
 {{- $values := include "coppice.layers" (list (index . 0).Values.defaults (index . 1)) | fromYaml }}
 {{- with $values.autoscaling }}
 {{- if gt (int .min) (int .max) }}{{ fail (printf "%s.autoscaling: min %v is above max %v" (index $ 2) .min .max) }}{{ end }}
+{{- if and (eq (int .min) 0) (or (eq (index $ 2) "orchestrator") (index $ 0).Values.rayService.enabled) }}
+{{- fail (printf "%s.autoscaling.min: 0 is for verifiers and drafters, without rayService: an orchestrator has to be there to see a request" (index $ 2)) }}
+{{- end }}
 {{- end }}
 {{- toYaml $values }}
 {{- end }}

@@ -59,7 +59,8 @@ containers:
       periodSeconds: 5
       failureThreshold: {{ max 1 (div $values.startupSeconds 5) }}
     readinessProbe: # false while it drains
-      {{- $open := eq (get .variables "COPPICE_TLS__REQUIRE" | default "false" | lower) "false" }}
+      {{- /* Where there may be no verifier, an orchestrator has to be ready all the same: its requests start one. */}}
+      {{- $open := and (eq (get .variables "COPPICE_TLS__REQUIRE" | default "false" | lower) "false") (ne (include "coppice.fewest" (list $root $root.Values.verifier)) "0") }}
       {{- if and $open (hasKey .variables "COPPICE_ORCHESTRATOR__HTTP_PORT") }}
       httpGet: {path: /ready, port: http, scheme: {{ $root.Values.tls.enabled | ternary "HTTPS" "HTTP" }}} # also while no verifier can be asked
       {{- else }}

@@ -1,24 +1,19 @@
-{{/* The HorizontalPodAutoscaler of orchestrators, the KEDA ScaledObject of others; takes what coppice.component made. */}}
+{{/* The KEDA ScaledObject of a component; takes what coppice.component made. All follow the requests that run and wait at
+     the orchestrators: what a component itself holds is bounded by its replicas, so full ones would never ask for more. */}}
 {{- define "coppice.autoscaling" -}}
 {{- $scaling := .values.autoscaling }}
-{{- $metric := printf "coppice_%s" .component.role }}
-{{- $labels := printf "{namespace=%q,service=%q}" .root.Release.Namespace .name }}
-{{- if eq .component.role "orchestrator" }}
-apiVersion: autoscaling/v2
-kind: HorizontalPodAutoscaler
-metadata:
-  name: {{ .name }}
-  labels: {{ include "coppice.labels" .root | nindent 4 }}
-spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ .name }}}
-  minReplicas: {{ $scaling.min }}
-  maxReplicas: {{ $scaling.max }}
-  metrics:
-    - type: Resource
-      resource: {name: cpu, target: {type: Utilization, averageUtilization: {{ required "orchestrator.autoscaling.cpu: percent of what it requests" $scaling.cpu }}}}
-  behavior: {{ include "coppice.behaviour" . | nindent 4 }}
-{{- else }}
-{{- if not (or $scaling.sessions $scaling.kvTokens) }}{{ fail (printf "%s: autoscaling takes sessions or kvTokens" .component.component) }}{{ end }}
+{{- $seats := float64 (get .variables "COPPICE_LIMITS__SESSIONS" | default 128) }}
+{{- if ge (mulf 1.1 $scaling.sessions) $seats }}
+{{- fail (printf "%s.autoscaling.sessions: %v is not below 0.9 of limits.sessions (%v), so replicas that are full would ask for no more" .component.component $scaling.sessions $seats) }}
+{{- end }}
+{{- $orchestrator := include "coppice.series" (list .root "orchestrator") }}
+{{- $requests := printf "sum(vllm:num_requests_running{%s}) + sum(vllm:num_requests_waiting{%s})" $orchestrator $orchestrator }}
+{{- $signals := list (dict "query" $requests "threshold" (toString $scaling.sessions) "ignoreNullValues" "false") }}
+{{- with $scaling.kvTokens }}
+{{- if eq $.component.role "orchestrator" }}{{ fail "orchestrator.autoscaling.kvTokens: orchestrators hold no KV" }}{{ end }}
+{{- $kv := printf "sum(coppice_%s_kv_tokens_used{%s})" $.component.role (include "coppice.series" (list $.root $.component.component)) }}
+{{- $signals = append $signals (dict "query" $kv "threshold" (int64 . | toString)) }}
+{{- end }}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject
 metadata:
@@ -28,36 +23,54 @@ spec:
   scaleTargetRef: {name: {{ .name }}}
   minReplicaCount: {{ $scaling.min }}
   maxReplicaCount: {{ $scaling.max }}
-  fallback: {failureThreshold: 4, replicas: {{ max $scaling.min .values.replicas }}} # while Prometheus is away
+  cooldownPeriod: {{ add .values.startupSeconds 300 }} # before the last replica goes; it has to load first
+  fallback: # while Prometheus does not answer, or no orchestrator says anything
+    failureThreshold: 4
+    replicas: {{ max 1 $scaling.min .values.replicas }}
+    behavior: currentReplicasIfHigher
   advanced:
     horizontalPodAutoscalerConfig:
-      behavior: {{ include "coppice.behaviour" . | nindent 8 }}
+      behavior: # up at once; down one replica at a time, since its sessions have to be opened elsewhere
+        scaleUp: {stabilizationWindowSeconds: 0}
+        scaleDown:
+          stabilizationWindowSeconds: 300
+          policies: [{type: Pods, value: 1, periodSeconds: 60}]
   triggers:
-    {{- with $scaling.sessions }}
+    {{- $server := dict "serverAddress" .root.Values.monitoring.prometheus }}
+    {{- $login := .root.Values.monitoring.prometheusAuth }}
+    {{- with $login }}{{ $_ := set $server "authModes" .modes }}{{ end }}
+    {{- range $signals }}
     - type: prometheus
       metricType: AverageValue
-      metadata:
-        serverAddress: {{ $.root.Values.monitoring.prometheus }}
-        query: sum({{ $metric }}_sessions_opened_total{{ $labels }}) - sum({{ $metric }}_sessions_closed_total{{ $labels }})
-        threshold: {{ quote . }}
+      metadata: {{ include "coppice.layers" (list $server .) | nindent 8 }}
+      {{- with $login }}
+      authenticationRef: {name: {{ .name }}, kind: {{ .kind }}}
+      {{- end }}
     {{- end }}
-    {{- with $scaling.kvTokens }}
-    - type: prometheus
-      metricType: AverageValue
-      metadata:
-        serverAddress: {{ $.root.Values.monitoring.prometheus }}
-        query: sum({{ $metric }}_kv_tokens_used{{ $labels }})
-        threshold: {{ int64 . | quote }}
-    {{- end }}
-{{- end }}
 {{- end }}
 
-{{/* Up at once; down one replica at a time, since its sessions have to be opened elsewhere. */}}
-{{- define "coppice.behaviour" -}}
-scaleUp: {stabilizationWindowSeconds: 0}
-scaleDown:
-  stabilizationWindowSeconds: 300
-  policies: [{type: Pods, value: 1, periodSeconds: 60}]
+{{/* Labels of the series of a component, of this release alone: (list ROOT COMPONENT). */}}
+{{- define "coppice.series" -}}
+{{- $root := index . 0 }}
+{{- printf "namespace=%q,service=%q" $root.Release.Namespace (printf "%s-%s" (include "coppice.name" $root) (index . 1)) }}
+{{- end }}
+
+{{/* The fewest replicas of a component: (list ROOT VALUES). */}}
+{{- define "coppice.fewest" -}}
+{{- $values := include "coppice.layers" (list (index . 0).Values.defaults (index . 1)) | fromYaml }}
+{{- with $values.autoscaling }}{{ .min }}{{ else }}{{ $values.replicas }}{{ end }}
+{{- end }}
+
+{{/* Seconds that a rollout may take: to pull the image, to fetch weights and to load them, and an orchestrator waits for
+     a verifier that does. */}}
+{{- define "coppice.deadline" -}}
+{{- $verifier := include "coppice.layers" (list .root.Values.defaults .root.Values.verifier) | fromYaml }}
+{{- $loading := eq .component.role "orchestrator" | ternary (max .values.startupSeconds $verifier.startupSeconds) .values.startupSeconds }}
+{{- $fetching := 0 }}
+{{- range concat (list .root.Values.target) .root.Values.verifier.drafters .component.weights }}
+{{- if .hub }}{{ $fetching = 1800 }}{{ end }}
+{{- end }}
+{{- add $loading 600 $fetching }}
 {{- end }}
 
 {{/* Who may call a component and whom it may call; everything else is denied (base.yaml), DNS is open to all. */}}

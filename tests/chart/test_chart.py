@@ -253,9 +253,10 @@ def test_the_application_takes_its_arguments() -> None:
         {"tls": {"enabled": True}},
         {"verifier": {"drafters": [{"name": "a", "kind": "lookup"}]}},
         {"orchestrator": {"autoscaling": {"min": 5}}},
+        {"verifier": {"autoscaling": {"min": 0}}},
     ],
-    ids=["adapter", "tls", "beside", "autoscaling"],
+    ids=["adapter", "tls", "beside", "autoscaling", "zero"],
 )
 def test_what_it_cannot_do_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(helm_python.errors.HelmError, match=r"rayService excludes|min 5 is above max 4"):
+    with pytest.raises(helm_python.errors.HelmError, match=r"rayService excludes|min 5 is above max 4|min: 0 is for"):
         manifests(laid_over(values_of("ray"), more))

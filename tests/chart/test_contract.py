@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import helm_python
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from coppice.adaptation.signals import Producer
 from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
@@ -87,7 +87,7 @@ def test_a_service_is_told_settings_that_it_knows_and_has_the_time_to_start_and_
 
         ready = {"port": server.health_port, "service": SERVICES[role]}
         assert container["startupProbe"]["grpc"] == ready
-        if role == "orchestrator":
+        if role == "orchestrator" and name != "idle":  # which is asked while there is no verifier
             scheme = "HTTPS" if environment(container).get("COPPICE_TLS__CERT") else "HTTP"
             assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": scheme}
         else:
@@ -317,7 +317,7 @@ def rules(name: str) -> list[dict[str, Any]]:
 
 
 def named_metrics(query: str) -> set[str]:
-    return set(re.findall(r"(?:coppice_|vllm:)[a-z0-9_]+", re.sub(r'"[^"]*"', "", query)))
+    return set(re.findall(r"(?:coppice_|vllm:|process_)[a-z0-9_]+", re.sub(r'"[^"]*"', "", query)))
 
 
 def known_metrics() -> set[str]:
@@ -326,6 +326,7 @@ def known_metrics() -> set[str]:
     registries += [SessionMetrics(role).registry for role in ("verifier", "drafter")]
     Producer("", signals := CollectorRegistry(), [])
     PrefixCache(Mock(block_size=1), 0, cache := CollectorRegistry())
+    ProcessCollector(registry=cache)
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
     metrics = [metric for registry in (*registries, signals, cache) for metric in registry.collect()]
     return {metric.name + suffix for metric in metrics for suffix in suffixes.get(metric.type, [""])}
@@ -337,7 +338,7 @@ def test_there_is_a_rule_for_each_alarm_of_the_documentation() -> None:
     explained = {name for row in rows for name in named_metrics(row.split("|")[1])}
     assert len(rows) > 14
     assert explained <= {name for rule in rules("cluster") for name in named_metrics(rule["expr"])}
-    assert all(f'namespace="{NAMESPACE}"' in rule["expr"] for rule in rules("cluster"))
+    assert not [each for each in rules("idle") if "adapter" in each["expr"]]  # there is none
     for render in ("cluster", "beside"):  # an alarm says how many replicas there should be
         missing = [rule["expr"] for rule in rules(render) if rule["alert"] == "CoppiceReplicasMissing"]
         pools = {(re.findall(r'pool="([^"]+)"', expr)[0], expr.rpartition("< ")[2]) for expr in missing}
@@ -346,12 +347,11 @@ def test_there_is_a_rule_for_each_alarm_of_the_documentation() -> None:
 
 def test_every_metric_that_is_asked_for_exists_and_scaling_asks_about_what_is_watched() -> None:
     dashboard = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert all(query.count("{") == query.count('{namespace=~"$namespace",service=~"$service"') for query in panels)
+    queries = panels + [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
     assert len(queries) > 20
     assert all(panel["description"] and panel["fieldConfig"]["defaults"]["unit"] for panel in dashboard["panels"])
-    (shown,) = of_kind(objects("cluster"), "ConfigMap").values()
-    assert json.loads(shown["data"]["coppice.json"]) == dashboard
     queries += [rule["expr"] for rule in rules("cluster")]
     monitors, headless = (of_kind(objects("cluster"), kind) for kind in ("ServiceMonitor", "Service"))
     for where, monitor in monitors.items():
@@ -360,8 +360,9 @@ def test_every_metric_that_is_asked_for_exists_and_scaling_asks_about_what_is_wa
     for where, scaled in of_kind(objects("cluster"), "ScaledObject").items():
         for trigger in scaled["spec"]["triggers"]:
             queries.append(trigger["metadata"]["query"])
-            assert set(re.findall(r'service="([^"]+)"', queries[-1])) == {where} <= monitors.keys()
-    assert all(named_metrics(query) for query in queries)
+            expected = where if "kv_tokens" in queries[-1] else "coppice-orchestrator"
+            assert set(re.findall(r'service="([^"]+)"', queries[-1])) == {expected} <= monitors.keys()
+    assert all(named_metrics(query) or '__name__=~"coppice_' in query for query in queries)
     assert {name for query in queries for name in named_metrics(query)} <= known_metrics()
 
 
@@ -473,3 +474,26 @@ def test_everybody_but_redis_may_ask_dns() -> None:
         rules = [rule for policy in policies(found, pod) for rule in policy.get("egress") or []]
         asks = {port["port"] for rule in rules for port in rule["ports"]}
         assert (DNS in asks) == (component(pod) != "redis")
+
+
+def test_two_releases_in_a_namespace_do_not_see_each_other() -> None:
+    boards, alarms = list[dict[str, Any]](), list[str]()
+    for release in ("coppice", "coppice-two"):
+        found = objects_in(manifests(values_of("cluster"), release))
+        services_of = "|".join(f"{release}-{name}" for name in ("verifier", "orchestrator", "adapter", "drafter-.+"))
+        (shown,) = of_kind(found, "ConfigMap").values()
+        ((file, text),) = shown["data"].items()
+        boards.append({"file": file, **json.loads(text)})
+        (choice,) = [each for each in boards[-1]["templating"]["list"] if each["name"] == "service"]
+        scraped = of_kind(found, "ServiceMonitor")
+        assert all(re.fullmatch(choice["allValue"], name) for name in scraped)
+        assert not [name for name in scraped if re.fullmatch(choice["allValue"], name.replace(release, f"{release}-b"))]
+        (rule,) = of_kind(found, "PrometheusRule").values()
+        for each in (each for group in rule["spec"]["groups"] for each in group["rules"]):
+            selectors = re.findall(r"[a-z_]\{([^}]*)\}", each["expr"])
+            own = re.compile(rf'namespace="{NAMESPACE}",service="({services_of})"')
+            assert selectors
+            assert all(own.match(selector) for selector in selectors), each
+            alarms.append(json.dumps([each["alert"], each["labels"]], sort_keys=True))
+    assert all(boards[0][key] != boards[1][key] for key in ("file", "uid", "title"))
+    assert len(alarms) == len(set(alarms))

@@ -23,20 +23,24 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import scrape
 from coppice.wire.generation import Origin
+from tests.signals import eventually
 from tests.stacks import serving
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (5, 6, 7, 8, 5, 6, 7)
 NEW_TOKENS = 24
 
-# What vLLM's dashboard of speculative decoding asks for
-# (examples/observability/dashboards/grafana/vllm_speculative_decoding.json of vllm-project/vllm), and some more.
+# What two dashboards of vllm-project/vllm ask for: examples/observability/prometheus_grafana/grafana.json and
+# examples/observability/dashboards/grafana/vllm_speculative_decoding.json.
 SERIES = (
     *(f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")),
     *("spec_decode_num_accepted_tokens_per_pos_total", "generation_tokens_total", "prompt_tokens_total"),
     *(f"inter_token_latency_seconds_{name}" for name in ("bucket", "sum", "count")),
     *(f"{name}_seconds_bucket" for name in ("time_to_first_token", "e2e_request_latency")),
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success_total"),
+    *(f"request_{name}_tokens_bucket" for name in ("prompt", "generation")),
+    *(f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")),
+    "request_max_num_generation_tokens_sum",
 )
 
 
@@ -56,8 +60,9 @@ def total(samples: dict[str, list[Sample]], name: str) -> float:
 def test_vllms_dashboard_finds_every_series(stack: Stack, client: Client, target: Path, ended_by: str) -> None:
     """And no draft that was accepted behind the text's end, as in the middle of a block, is counted."""
     told: dict[str, Any] = {"policy": "single:self", "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    text = client.generate(PROMPT, **told).text  # of a drafter that just started the first drafts may be late
     if ended_by == "stop":
-        told["stop"] = client.generate(PROMPT, **told).text[3:6]
+        told["stop"] = text[3:6]
     before = scraped(stack)
     answer = client.generate(PROMPT, **told)
     after = scraped(stack)
@@ -83,7 +88,15 @@ def test_vllms_dashboard_finds_every_series(stack: Stack, client: Client, target
     routed = "coppice_routed_accepted_tokens_total"
     assert total(after, routed) - total(before, routed) == accepted
     assert grew("time_to_first_token_seconds_count") == grew("e2e_request_latency_seconds_count") == 1
+    assert ended_by in {each.labels["finished_reason"] for each in after["vllm:request_success_total"]}
+    assert grew("request_success_total") == 1
+    assert grew("request_prompt_tokens_sum") == len(PROMPT)
+    assert grew("request_generation_tokens_sum") == grew("request_max_num_generation_tokens_sum") == answer.new_tokens
+    parts = [grew(f"request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode")]
+    assert 0 < sum(parts) <= grew("e2e_request_latency_seconds_sum") + 1e-6
+    assert min(parts) >= 0
     assert grew("time_to_first_token_seconds_sum") <= grew("e2e_request_latency_seconds_sum")
+    assert after["process_start_time_seconds"]
     (info,) = after["coppice_model_info"]
     assert info.labels == {"model_name": target.name, "dtype": "float32", "version": coppice.__version__}
 
@@ -100,6 +113,18 @@ def test_running_requests_and_kv_are_seen_while_they_last(stack: Stack, client: 
     list(events)
     assert seen[0] == 1
     assert 0 < seen[1] < 1
+
+
+def test_a_request_without_any_verifier_is_seen_and_waits_for_one(stack: Stack, client: Client) -> None:
+    """Which is how a deployment that was scaled to none learns that somebody asks."""
+    stack.processes["verifier"].stop(10)
+    with ThreadPoolExecutor() as threads:
+        try:
+            answer = threads.submit(client.generate, PROMPT, policy="plain", max_new_tokens=4, ignore_eos=True)
+            assert eventually(lambda: total(scraped(stack), "vllm:num_requests_running") == 1)
+        finally:
+            stack.restart("verifier")
+        assert answer.result().new_tokens == 4
 
 
 # --- traces ---
