@@ -17,7 +17,7 @@ from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws
-from coppice.commands.generate import figures, print_tree
+from coppice.commands.generate import print_tree
 from coppice.commands.options import stack_spec
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
@@ -86,7 +86,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
             for piece, origin in zip(event.pieces, event.origins, strict=True):
                 console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
     completion = answer.completion()
-    console.print(Text(f"\n{figures(completion)}"), style="dim")
+    console.print(Text(f"\n{completion.summary}"), style="dim")
     if completion.trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
         print_tree(completion.trees, console)

@@ -19,7 +19,7 @@ from coppice.client.request import Options
 from coppice.commands.options import names
 from coppice.errors import InvalidField
 from coppice.prompts import FilePrompt, read_prompts
-from coppice.wire.generation import Chunk, Origin, StepTree
+from coppice.wire.generation import Chunk, StepTree
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
 Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
@@ -203,15 +203,8 @@ def print_answer(
             print("" if completion.text else ",".join(map(str, completion.ids)))
             console = Console(stderr=True)
             if console.is_terminal:
-                console.print(figures(completion), style="dim", highlight=False)
+                console.print(completion.summary, style="dim", highlight=False)
     return completion
-
-
-def figures(answer: Completion) -> str:
-    """An answer's speed, and how much of it was drafted, as one line."""
-    drafted = sum(origin is Origin.DRAFT for origin in answer.origins) / answer.new_tokens
-    speed = f"{answer.new_tokens} tokens, tau {answer.tau:.2f}, {answer.tokens_per_s:.1f} tokens/s"
-    return f"{speed}, {answer.policy}, {drafted:.0%} drafted"
 
 
 def talk(client: Client, options: Options) -> None:

@@ -15,7 +15,6 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from coppice.client.client import Client
-from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.stack.launch import Stack
 from orchestrator.http.server import FILES, HEADERS, is_page_served
@@ -114,7 +113,7 @@ def generate(page: Page, **fields: str) -> list[dict[str, Any]]:
 def open_trace(page: Page, trace: dict[str, Any]) -> None:
     content = json.dumps(trace).encode()
     page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
-    until(page, "shown.finished")
+    expect(page.locator("#source")).to_have_text("t.json")
 
 
 def made_trace(texts: list[str], nodes: list[str] | None = None, head: str = "lookup") -> dict[str, Any]:
@@ -235,7 +234,9 @@ def test_steps_are_played_both_ways_and_a_saved_trace_opens_again(page: Page, tm
     before = page.evaluate("JSON.stringify(shown)")
     assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(before)
     page.locator("#open").set_input_files(tmp_path / "trace.json")
-    expect(title).to_contain_text(f"Step 1 of {count}")
+    most = page.evaluate("Math.max(...shown.steps.map(({ taken }) => taken))")
+    assert page.evaluate("shown.steps[player.at].taken") == most
+    expect(page.locator("#source")).to_have_text(f"trace.json: “{PROMPT.strip()}”")
     assert page.evaluate("JSON.stringify(shown)") == before
 
 
@@ -250,11 +251,47 @@ def test_side_by_side_says_that_two_policies_say_the_same(page: Page) -> None:
     ids = page.evaluate("lanes.map(({ trace }) => trace.tokens.map(({ id }) => id))")
     assert ids[0] == ids[1]
     count = len(ids[0])
-    expect(page.locator("#verdict")).to_have_text(f"identical: {count} of {count} tokens")
+    steps = page.evaluate("lanes.map(({ trace }) => trace.steps.length)")
+    times = page.evaluate("lanes.map(({ trace }) => trace.finished.timings.decode_ns)")
+    assert steps[1] < steps[0]
+    faster = f"{times[0] / times[1]:.1f}"
+    gain = f"identical: {count} of {count} tokens. route: {steps[1]} forwards instead of {steps[0]}"
+    expect(page.locator("#verdict")).to_have_text(f"{gain}, {faster} times as fast")
+    assert page.evaluate("verdictOn(lanes[0].trace, lanes[1].trace, false)") == gain  # together they share the machine
     for lane in range(2):
         assert float(page.locator(".lane .meter dd").nth(3 * lane).inner_text()) > 0
-    assert page.evaluate("verdictOn([1, 2, 3], [1, 2, 4])").startswith("different from token 3 on: 2 of 3")
-    assert page.evaluate("verdictOn([1, 2, 3], [1, 2])").startswith("different from token 3 on: 2 of 3")
+    for other in ([1, 2, 4], [1, 2]):
+        traces = [{"tokens": [{"id": token} for token in tokens]} for tokens in ([1, 2, 3], other)]
+        assert page.evaluate("traces => verdictOn(...traces)", traces).startswith("different from token 3 on: 2 of 3")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_first_visit_shows_a_saved_answer_whose_trees_are_whole(browser: Browser, width: int) -> None:
+    address = next(iter(FILES.values())).parent.joinpath("index.html").as_uri()
+    with visiting(browser, address, viewport={"width": width, "height": 800}) as page:
+        expect(page.locator("#source")).to_contain_text("A saved answer of the demo's models")
+        assert page.locator("#text").evaluate("panel => panel.textContent").startswith(", there was")
+        heights = []
+        for step in range(page.evaluate("player.go(0), shown.steps.length")):
+            page.evaluate(f"player.go({step})")
+            panel = page.evaluate("(({ scrollHeight, clientHeight }) => [scrollHeight, clientHeight])($('tree'))")
+            assert panel[0] == panel[1]
+            heights.append(panel[1])
+        assert heights == sorted(heights)  # a lower tree leaves what is below where it was
+        assert width < 1440 or page.evaluate("$('tree').scrollWidth <= $('tree').clientWidth")
+        expect(page.locator(".player .legend")).to_contain_text("not verified")
+        expect(page.locator("#meter [title]")).to_have_count(3)
+
+
+def test_each_head_has_a_hue_of_its_own_and_beyond_eight_a_mark(page: Page) -> None:
+    looks = page.evaluate(
+        """() => Array.from({ length: 12 }, (_, at) => {
+          const mark = document.body.appendChild(make("span", { class: `mark ${classOf(`head-${at}`)}` }));
+          return [getComputedStyle(mark).color, markOf(`head-${at}`)];
+        })"""
+    )
+    assert len({hue for hue, _ in looks}) == 8
+    assert len({tuple(look) for look in looks}) == 12
 
 
 def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None:
@@ -327,12 +364,16 @@ def test_no_width_scrolls_sideways_and_a_named_view_opens_at_its_top(
 
 def test_a_conversation_goes_on(page: Page) -> None:
     events = generate(page, kind="chat", prompt="Tell me a story.", tokens="12")
-    expect(page.locator("#turns li")).to_have_count(2)
+    expect(page.locator("#turns li")).to_have_text(["Tell me a story."])  # the answer stands below
     said = "".join(event["chunk"]["text"] for event in events if "chunk" in event)
-    assert page.locator("#turns .assistant").evaluate("turn => turn.textContent") == said
     generate(page, prompt="Go on.", tokens="12")
-    expect(page.locator("#turns li")).to_have_count(4)
+    expect(page.locator("#turns li")).to_have_count(3)
+    assert page.locator("#turns .assistant").evaluate("turn => turn.textContent") == said
     assert page.evaluate("shown.asked.messages.length") == 3
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#turns li")).to_have_count(0)
+    generate(page, prompt="Hello.", tokens="4")
+    assert page.evaluate("shown.asked.messages.length") == 1
 
 
 def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -> None:
@@ -367,12 +408,3 @@ def test_by_default_the_page_is_for_loopback_alone() -> None:
     always, never = (["--orchestrator.page", when] for when in ("always", "never"))
     flags = ([], anywhere, [*anywhere, *always], never)
     assert [is_page_served(load_settings(each)) for each in flags] == [True, False, True, False]
-
-
-def test_heads_have_the_colour_of_their_kind_and_others_one_that_no_kind_has(page: Page) -> None:
-    names = ["specblock-code", "specblock-2", "mine", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
-    colours = dict(zip(names, page.evaluate("names => coloursOf(names)", names), strict=True))
-    assert colours["specblock-code"] == colours["specblock-2"] == colours["specblock"] != colours["eagle3"]
-    assert colours["mine"] == colours["mine-2"] != colours["my_own"]
-    assert len({colours[kind] for kind in HEAD_KINDS}) == len(HEAD_KINDS)
-    assert not {colours["mine"], colours["my_own"]} & {colours[kind] for kind in HEAD_KINDS}

@@ -18,7 +18,7 @@ from coppice.client.completion import Accumulator
 from coppice.client.request import build_request
 from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.speculation.sampling import SamplingParams
-from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, Started, Timings
+from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, Started, StepTree, Timings
 from tests.fake_service import echo_server
 
 
@@ -112,6 +112,22 @@ def test_events_fold_into_a_completion_a_cancelled_one_if_they_are_cut_short() -
     shown = whole.to_json()
     assert (shown["seed"], shown["tau"], shown["ids"]) == (7, 2.0, [1, 2, 3, 4, 5])
     assert sum(shown["timings_ns"].values()) == shown["timings_ns"]["queue"] == 1
+    assert whole._repr_html_().startswith('<pre style="white-space: pre-wrap">x<u>y</u>z!</pre><p>5 tokens, tau 2.00, ')
+
+
+def test_a_notebook_shows_an_answer_with_its_trees_as_text_that_is_no_markup() -> None:
+    answer = Accumulator()
+    # Nodes 1 and 4 lie below the root, 2 and 3 below 1; 1 and 3 are accepted, 4 is cut.
+    tree = StepTree(
+        7, (8, 9, 10, 11), (0, 1, 1, 0), (-1.0,) * 4, (1,) * 4, ("<b>", "x", "", "z"), (1, 3), "r", cut=(4,)
+    )
+    answer.add(Chunk("<b>!", (8, 10, 12), (Origin.DRAFT, Origin.DRAFT, Origin.ROOT), ("<b>", "", "!"), (), tree))
+    shown = answer.completion()._repr_html_()
+    assert "<u>&lt;b&gt;</u>!</pre>" in shown
+    nodes = "<li><b>&#x27;&lt;b&gt;&#x27;</b><ul><li><span>&#x27;x&#x27;</span></li><li><b>10</b></li></ul></li>"
+    cut = "<li><s>&#x27;z&#x27;</s></li>"
+    title = "step 1: &#x27;r&#x27;, 2 of 4 drafted tokens accepted"
+    assert shown.endswith(f"<details><summary>{title}</summary><ul>{nodes}{cut}</ul></details>")
 
 
 # --- calls ---

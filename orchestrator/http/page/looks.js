@@ -1,41 +1,19 @@
 "use strict";
-/* How heads look: a colour of their kind (Okabe and Ito's, and a few of Paul Tol's), and a mark. */
+/* How heads look: each has a hue, a line and a mark of its own, in the order in which they are met. */
 
-const FAMILIES = {
-  plain: "#7F7F7F", hf: "#B8A05A", bigram: "#999933", lookup: "#56B4E9", lm: "#009E73",
-  dflash: "#666633", jetspec: "#225522", dspark: "#332288",
-  eagle3: "#E69F00", specblock: "#0072B2", route: "#D55E00", merge: "#AA4499", auto: "#000000",
-};
-const UNKNOWN = ["#009E73", "#D55E00", "#56B4E9", "#882255", "#E69F00", "#0072B2"];
 const MARKS = ["●", "■", "▲", "◆"];
+const known = []; // heads in that order
 
-/** The colour of each head: of its kind, such as of `specblock` for `specblock-code`, else one that no kind of these has. */
-function coloursOf(names) {
-  const families = names.map((name) => name.split(/[^a-z0-9]/)[0]);
-  const taken = new Set(families.map((family) => FAMILIES[family]));
-  const free = UNKNOWN.filter((colour) => !taken.has(colour));
-  const others = new Map();
-  return families.map((family) => {
-    if (Object.hasOwn(FAMILIES, family)) return FAMILIES[family];
-    if (!others.has(family)) others.set(family, (free.length ? free : UNKNOWN)[others.size % (free.length || 6)]);
-    return others.get(family);
-  });
-}
-
-const known = []; // heads in the order in which they were met
-
-/** The class of a head: `.h0` to `.h7` have its colour in --head, and a line of their own. */
+/** The class of a head, `.h0` to `.h7`; heads beyond eight share a hue and differ by their mark. */
 function classOf(name) {
-  if (!known.includes(name)) {
-    known.push(name);
-    coloursOf(known).forEach((colour, at) => document.documentElement.style.setProperty(`--head-${at}`, colour));
-  }
+  if (!known.includes(name)) known.push(name);
   return `h${known.indexOf(name) % 8}`;
 }
 
 function markOf(name) {
   classOf(name);
-  return MARKS[known.indexOf(name) % MARKS.length];
+  const at = known.indexOf(name);
+  return MARKS[(at + Math.floor(at / 8)) % MARKS.length];
 }
 
 // --- the document ---
@@ -65,10 +43,11 @@ function eachFrame(work) {
   };
 }
 
-/** What the colours of the text and of the trees mean. */
+/** Whose the tokens of a text are. */
 function legendOf(heads) {
   const entry = (name) =>
     make("li", {}, make("span", { class: `mark ${classOf(name)}`, "aria-hidden": "true" }, markOf(name)),
       make("span", { class: `drafted ${classOf(name)}` }, name));
-  return [make("li", {}, make("span", { class: "target" }, "target")), ...heads.map(entry)];
+  const own = heads.length ? "not underlined: the target's own; drafted by:" : "all tokens are the target's own";
+  return [make("li", {}, own), ...heads.map(entry)];
 }

@@ -4,7 +4,8 @@
 const text = new TokenText($("text"), $("token"), (step) => step && player.go(step - 1));
 const player = new Player(text);
 const meter = new Meter($("meter"));
-let shown = new Trace();
+const blank = new Trace();
+let shown = blank;
 let model = null;
 
 /** Draw what the shown trace has grown by. */
@@ -18,26 +19,39 @@ const drawAnswer = eachFrame(() => {
 
 const legendHeads = (...traces) => [...new Set(traces.flatMap(({ heads }) => heads))];
 
-function showTrace(trace) {
+/** source: where a trace that was not generated now is from. */
+function showTrace(trace, source = "") {
   shown = trace;
+  $("source").textContent = source;
   text.show(trace);
   player.show(trace);
   $("legend").replaceChildren();
   $("save").disabled = !trace.events.length;
+  showTurns();
   drawAnswer();
+}
+
+/** Show a trace from a file at the step that took most tokens. */
+function showSaved(trace, source) {
+  const { prompt, messages = [] } = trace.asked;
+  const question = String(prompt ?? messages.at(-1)?.content ?? "").trim();
+  showTrace(trace, `${source}${question && `: “${question}”`}`);
+  const taken = trace.steps.map((step) => step.taken);
+  player.go(taken.indexOf(Math.max(...taken)));
 }
 
 // --- playground ---
 
-const turns = []; // of the conversation, [role, content] as bodies have them
+const turns = []; // of the conversation, as bodies have them
+let answered = null; // the trace of its last answer
 const modelOf = () => ({ name: model?.model.name ?? "", dtype: model?.dtype ?? "" });
 
 onSubmit($("ask"), $("ask-error"), async (signal) => {
   const form = $("ask");
   const { prompt, kind, policy } = form.elements;
   const chat = kind.value === "chat";
-  const said = { role: "user", content: prompt.value };
-  const asked = chat ? { messages: [...turns, said] } : { prompt: prompt.value };
+  const messages = [...turns, { role: "user", content: prompt.value }];
+  const asked = chat ? { messages } : { prompt: prompt.value };
   const trace = new Trace({ ...asked, ...bodyOf(form), policy: policy.value }, modelOf().name);
   showTrace(trace);
   try {
@@ -47,18 +61,23 @@ onSubmit($("ask"), $("ask-error"), async (signal) => {
     $("save").disabled = !trace.started;
   }
   if (chat) {
-    turns.push(said, { role: "assistant", content: trace.tokens.map((token) => token.text).join("") });
+    turns.splice(0, Infinity, ...messages, { role: "assistant", content: trace.tokens.map((token) => token.text).join("") });
+    answered = trace;
     prompt.value = "";
     showTurns();
   }
 });
 
+/** The conversation so far, but for an answer that is shown below. */
 function showTurns() {
-  $("turns").replaceChildren(...turns.map(({ role, content }) => make("li", { class: role }, content)));
+  const above = shown === answered ? turns.slice(0, -1) : turns;
+  $("turns").replaceChildren(...above.map(({ role, content }) => make("li", { class: role }, content)));
+  $("ask").elements.anew.hidden = !turns.length;
 }
 
-$("ask").elements.kind.onchange = () => {
-  turns.length = 0; // another conversation
+$("ask").elements.anew.onclick = $("ask").elements.kind.onchange = () => {
+  turns.length = 0;
+  answered = null;
   showTurns();
 };
 
@@ -74,9 +93,7 @@ $("open").onchange = async ({ target }) => {
   target.value = ""; // the same file can be opened again
   if (!file) return;
   try {
-    const trace = Trace.read(await file.text());
-    showTrace(trace);
-    player.go(0);
+    showSaved(Trace.read(await file.text()), file.name);
     $("ask-error").textContent = "";
   } catch (failure) {
     $("ask-error").textContent = failure.message;
@@ -120,14 +137,19 @@ onSubmit($("race"), $("race-error"), async (signal) => {
     await Promise.all(lanes.map((lane) => lane.run(signal)));
   }
   $("race-legend").replaceChildren(...legendOf(legendHeads(...lanes.map(({ trace }) => trace))));
-  $("verdict").textContent = verdictOn(...lanes.map(({ trace }) => trace.tokens.map(({ id }) => id)));
+  $("verdict").textContent = verdictOn(lanes[0].trace, lanes[1].trace, form.elements.turns.checked);
 });
 
-/** Whether two answers are the same, token by token. */
-function verdictOn(one, other) {
-  const count = Math.max(one.length, other.length);
-  const differs = Array.from({ length: count }, (_, at) => one[at] !== other[at]).indexOf(true);
-  if (differs < 0) return `identical: ${count} of ${count} tokens`;
+/** Whether two answers are the same, token by token, and if so what the second one took; alone: neither ran beside the other. */
+function verdictOn(first, second, alone) {
+  const count = Math.max(first.tokens.length, second.tokens.length);
+  const differs = Array.from({ length: count }, (_, at) => first.tokens[at]?.id !== second.tokens[at]?.id).indexOf(true);
+  if (differs < 0) {
+    const [before, after] = [first, second].map(({ finished }) => finished.timings.decode_ns);
+    const faster = alone && after > 0 ? `, ${(before / after).toFixed(1)} times as fast` : "";
+    const forwards = `${plural(second.steps.length, "forward")} instead of ${first.steps.length}`;
+    return `identical: ${count} of ${count} tokens. ${second.asked.policy}: ${forwards}${faster}`;
+  }
   const rounding = modelOf().dtype === "float32" ? "" : ` In ${modelOf().dtype} the answers are the same within rounding only.`;
   return `different from token ${differs + 1} on: ${differs} of ${count} tokens are identical.${rounding}`;
 }
@@ -179,6 +201,7 @@ async function begin() {
   } catch (failure) {
     $("served-error").textContent = failure.message;
   }
+  if (shown === blank) showSaved(Trace.read(JSON.stringify(EXAMPLE)), "A saved answer of the demo's models");
 }
 
 $("access").addEventListener("submit", (event) => {

@@ -117,11 +117,11 @@ class Player {
     const shown = trace.treeOf(at, whose.value);
     controls.at.max = count;
     controls.at.value = at + 1;
-    controls.at.setAttribute("aria-valuetext", `Step ${at + 1} of ${count}, ${step.taken} tokens`);
+    controls.at.setAttribute("aria-valuetext", `Step ${at + 1} of ${count}, ${plural(step.taken, "token")}`);
     const { draft_ns: drafting, verify_ns: verifying } = step.tree;
     const times = `drafting ${(drafting / 1e6).toFixed(1)} ms, verifying ${(verifying / 1e6).toFixed(1)} ms`;
     const cut = shown.cut.length ? `, ${shown.cut.length} cut` : "";
     $("route").textContent =
-      `Step ${at + 1} of ${count}: ${trace.routeOf(step, shown)}, ${shown.tokens.length} nodes${cut} · ${times}`;
+      `Step ${at + 1} of ${count}: ${trace.routeOf(step, shown)}, ${plural(shown.tokens.length, "node")}${cut} · ${times}`;
   }
 }

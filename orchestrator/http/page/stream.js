@@ -70,10 +70,14 @@ function onSubmit(form, error, work) {
 /** Tokens/s, tau and the number of tokens of an answer, while it runs and when it has ended. */
 class Meter {
   constructor(list) {
-    const names = ["tokens/s", "tau", "tokens"];
-    this.values = names.map((name) => {
+    const meanings = {
+      "tokens/s": "tokens a second, counted from the first one",
+      tau: "tokens that one forward of the target commits on average: plain decoding has 1",
+      tokens: "tokens of the answer",
+    };
+    this.values = Object.entries(meanings).map(([name, title]) => {
       const value = make("dd", {}, "–");
-      list.append(make("div", {}, make("dt", {}, name), value));
+      list.append(make("div", { title }, make("dt", {}, name), value));
       return value;
     });
   }

@@ -58,7 +58,8 @@ class Trace {
   routeOf({ tree }, shown = tree) {
     if (shown !== tree) return `the tree of ${this.heads[shown.routed]}, which was not verified`;
     if (tree.routed >= 0) return `the tree of ${this.heads[tree.routed]}`;
-    return tree.routed === UNION ? `the union of the trees of ${this.heads.join(" and ")}` : "no draft";
+    const all = this.heads.join(" and ");
+    return tree.routed === UNION ? `the union of the trees of ${all}, where a token of two heads stands twice` : "no draft";
   }
 
   /** What the target said where the path through a step's tree ends; null when nobody asked it for more. */
@@ -126,6 +127,8 @@ function checkTree(tree, fit) {
   const inside = [...tree.accepted, ...tree.cut].every((node) => node >= 1 && node <= count);
   if (!below || !inside) throw new Error("a tree names nodes that it does not have");
 }
+
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 /** A token as it can be shown on one line. */
 function labelOf({ id, text }) {

@@ -2,6 +2,7 @@
 /* The tree of a step, from left to right: the accepted path is the straight line on top, what was rejected hangs below. */
 
 const ROW = 27, CHAR = 7.3, GAP = 30, LONGEST = 14;
+const SMALLEST = 0.75; // to which a wide tree is scaled before it scrolls
 
 /** Where each node stands: its depth and its line. Node 0 is the root; the last one, if any, what the target wanted. */
 function arrange(tree, wanted) {
@@ -42,6 +43,7 @@ class TreeView {
 
   clear() {
     this.figure.replaceChildren();
+    this.figure.style.minHeight = "";
     this.detail.textContent = "";
     this.nodes = new Map();
   }
@@ -60,10 +62,13 @@ class TreeView {
     const lefts = widths.map((_, depth) => widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 2));
     for (const one of shown) Object.assign(one, { x: lefts[one.depth], y: one.line * ROW + ROW / 2 + 1 });
     const [width, height] = [lefts.at(-1) + widths.at(-1) + 2, lines * ROW + 2];
-    const size = { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", class: grow ? "grow" : "" };
+    const size = { width, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", class: grow ? "grow" : "" };
     this.nodes = new Map(shown.map((one) => [one.node, this.#node(one)]));
     const marks = this.scores ? shown.filter(({ chance }) => chance !== undefined).map((one) => this.#score(one)) : [];
-    this.figure.replaceChildren(draw("svg", size, ...this.#edges(shown), ...this.nodes.values(), ...marks));
+    const picture = draw("svg", size, ...this.#edges(shown), ...this.nodes.values(), ...marks);
+    picture.style.minWidth = `${SMALLEST * width}px`;
+    this.figure.replaceChildren(picture);
+    this.figure.style.minHeight = `${this.figure.offsetHeight}px`; // what is below stays where it is while steps are played
     this.figure.setAttribute("aria-label", this.summary);
   }
 
@@ -76,7 +81,7 @@ class TreeView {
     const step = this.trace.steps[this.number];
     return (
       `Step ${this.number + 1}: ${this.trace.routeOf(step, tree)}, ` +
-      `${tree.tokens.length} nodes${cut}, ${path.length} ${tree === step.tree ? "accepted" : "right"}${path.length ? `: ${path.join(" ")}` : ""}` +
+      `${plural(tree.tokens.length, "node")}${cut}, ${path.length} ${tree === step.tree ? "accepted" : "right"}${path.length ? `: ${path.join(" ")}` : ""}` +
       `${wanted ? `; then the target said ${labelOf(wanted)}` : ""}.`
     );
   }
@@ -194,6 +199,6 @@ class CurveView {
     this.bars.setAttribute("d", bars);
     this.mean.setAttribute("d", mean);
     this.cursor.setAttribute("d", steps.length ? `M${(number + 0.5) * wide} 0V60` : "");
-    this.scale.textContent = steps.length ? `at most ${most} tokens a step, ${tau.toFixed(2)} on average` : "";
+    this.scale.textContent = steps.length ? `at most ${plural(most, "token")} a step, ${tau.toFixed(2)} on average` : "";
   }
 }
