@@ -53,7 +53,9 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
         return 0
     ProcessCollector(registry=registry)
     try:
-        server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
+        app = make_wsgi_app(registry)  # in text, whoever asks: OpenMetrics for Prometheus 2 has vllm_ for vllm:
+        plain = {"HTTP_ACCEPT": ""}
+        server = make_server(host, port, lambda env, start: app(env | plain, start), _MetricsServer, _MetricsHandler)
     except OSError as error:
         raise InvalidField("server.metrics_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

@@ -261,12 +261,16 @@ class HttpAnswer:
 
     async def parts(self, events: Events) -> AsyncGenerator[Json, None]:
         """The parts of a stream; usage, if it is asked for, is in one with no choice behind all others."""
-        null: Json = {"usage": None} if self._body.usage_in_stream else {}
+        options = self._body.stream_options
+        prompt, new = [0] * len(self._choices), [0] * len(self._choices)
         async with contextlib.aclosing(events):
             async for index, event in events:
+                prompt[index] = getattr(event, "prompt_tokens", prompt[index])
+                new[index] += len(event.ids) if isinstance(event, Chunk) and not self._only_prompt else 0
+                usage = _count(prompt[index], new[index]) if options.continuous_usage_stats else None
                 for part in self._parts_of(index, event):
-                    yield part | null
-        if self._body.usage_in_stream:
+                    yield part | ({"usage": usage} if options.include_usage else {})
+        if options.include_usage:
             yield {**self._part(), "usage": self._usage(self._completions())}
 
     def _parts_of(self, index: int, event: StreamEvent) -> Iterator[Json]:
@@ -317,9 +321,7 @@ class HttpAnswer:
         prompt = sum(answer.prompt_tokens for answer in prompts)
         new = 0 if self._only_prompt else sum(answer.new_tokens for answer in answers)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
+            **_count(prompt, new),
             "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
@@ -335,6 +337,10 @@ class HttpAnswer:
         if self._body.include_metrics:
             ours["metrics"] = {"speculative_decoding": speculative_decoding(answers)}
         return ours
+
+
+def _count(prompt: int, new: int) -> Json:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _entry(spelled: bytes, log_prob: float | None) -> Json:

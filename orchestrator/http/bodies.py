@@ -66,8 +66,9 @@ class Object(BaseModel):
 class StreamOptions(Object):
     """How an answer is streamed."""
 
-    NEUTRAL = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    NEUTRAL = {"include_obfuscation": (False,)}
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, Field(description="with include_usage: in each part")] = False
 
 
 class Body(Object):
@@ -137,7 +138,7 @@ class Sampled(Body):
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
-    stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
+    stream_options: Annotated[StreamOptions, Field(description="only with stream")] = StreamOptions()
     ignore_eos: bool = False
     prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
     policy: Annotated[Text, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
@@ -151,11 +152,6 @@ class Sampled(Body):
         return log_probs is not None and log_probs is not False  # 0 asks for those of the answer's own tokens
 
     @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return getattr(self, "echo", False)
@@ -165,7 +161,7 @@ class Sampled(Body):
 
         fields: of GenerationRequest, that are no options of the SDK. Raises InvalidField.
         """
-        if self.usage_in_stream and not self.stream:
+        if self.stream_options.include_usage and not self.stream:
             raise InvalidField("stream_options", "are for a stream alone")
         if self.min_tokens > most > 0:
             limit = self.name_of("max_new_tokens")

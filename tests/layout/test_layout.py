@@ -143,3 +143,15 @@ def test_the_sdk_and_the_command_line_load_no_framework() -> None:
 
 def test_importing_coppice_alone_loads_nothing_else() -> None:
     assert loaded_by("import coppice").isdisjoint({"grpc", "google", "numpy", "pydantic", *HEAVY})
+
+
+def test_every_file_that_names_the_version_names_the_same() -> None:
+    """Whoever releases changes them together, and heads the changelog with it."""
+    (version,) = re.findall(r'^__version__ = "(.*)"$', (ROOT / "coppice/__init__.py").read_text(), re.MULTILINE)
+    named = {
+        "CITATION.cff": f"version: {version}",
+        "helm/Chart.yaml": f"version: {version}\nappVersion: {version}",
+        "examples/compose.yaml": f"image: coppice:{version}-cpu",
+        "CHANGELOG.md": f"## [Unreleased]\n\n## [{version}] - 20",
+    }
+    assert [file for file, text in named.items() if text not in (ROOT / file).read_text(encoding="utf-8")] == []

@@ -1,4 +1,4 @@
-"""The package of docs/extend.md, installed beside Coppice: its head and its policy serve exact texts."""
+"""The packages of examples/own-head and docs/extend.md, beside Coppice: their heads and policy serve exact texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -55,14 +56,17 @@ def beside(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the page's package is installed, with its tests."""
+    """Where the example is installed by pip, and beside it the page's package with the tests of both."""
     folder = tmp_path_factory.mktemp("packages")
+    offline = ("--no-deps", "--no-build-isolation", "--target", str(folder))
+    example = shutil.copytree(ROOT / "examples" / "own-head", tmp_path_factory.mktemp("example"), dirs_exist_ok=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *offline, str(example)], check=True)
     *modules, test = blocks("python")
     for code in modules:
         (folder / code.partition(":")[0].strip('"')).write_text(code)
     (folder / "test_heads.py").write_text(test)
     (project,) = (tomllib.loads(text)["project"] for text in blocks("toml"))
-    install(folder, "coppice_repeat", project["entry-points"])
+    install(folder, "coppice_linear", project["entry-points"])
     return folder
 
 
@@ -88,7 +92,7 @@ def trained(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactor
 def address(
     package: Path, target: Path, trained: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """A stack with two of the package's heads and its policy beside a head of ours."""
+    """A stack with the packages' heads and policy beside a head of ours."""
     ready = tmp_path_factory.mktemp("up") / "ready.json"
     heads = ("mine=repeat", "lookup=lookup", f"linear=linear:{trained[0]}")
     told = ["--target", str(target), "--policy", "deepest", *(part for head in heads for part in ("--head", head))]
@@ -132,7 +136,7 @@ def test_a_name_that_nobody_adds_is_refused_with_a_list(package: Path, target: P
     command = [*COPPICE, "up", "--target", str(target), "--head", "a=oracle"]
     run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
     assert run.returncode == 2
-    assert "dspark, repeat, linear" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.stderr).split())
+    assert "dspark, linear, repeat" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.stderr).split())
 
 
 def test_a_package_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_a_stream_joins_to_what_is_answered_whole(stack: Stack, fields: dict[str
     chat = "messages" in fields
     path = "/v1/chat/completions" if chat else "/v1/completions"
     whole = json.loads(call(stack, path, fields)[2])
-    stream = call(stack, path, {**fields, "stream": True, "stream_options": {"include_usage": True}})[2].decode()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = call(stack, path, {**fields, "stream": True, "stream_options": options})[2].decode()
     *parts, last = parts_of(stream)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     for expected in whole["choices"]:
@@ -133,6 +134,9 @@ def test_a_stream_joins_to_what_is_answered_whole(stack: Stack, fields: dict[str
         joined = [score for choice in choices for score in scores_of(choice["logprobs"])]
         assert joined == [pytest.approx(score, abs=1e-5) for score in scores_of(expected["logprobs"])]
         assert bool(joined) == ("logprobs" in fields)
+    counts = [(part["choices"][0]["index"], part["usage"]["completion_tokens"]) for part in parts]
+    assert sum(dict(counts).values()) == last["usage"]["completion_tokens"]
+    assert sorted(counts) == sorted(counts, key=lambda count: count[0])  # a choice's grows
 
 
 def scores_of(log_probs: dict[str, Any] | None) -> list[tuple[Any, ...]]:

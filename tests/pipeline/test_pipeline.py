@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,7 @@ from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Timings
-from tests.fake_service import echo_server
-from tests.pipeline.conftest import VOCAB, node_modules
+from tests.pipeline.conftest import VOCAB
 from tests.sessions import described
 from tests.stacks import serving
 from tests.tiny import make_target
@@ -367,16 +363,3 @@ def test_the_descriptor_set_is_all_that_a_caller_needs(stack: Stack, client: Cli
         events = list(call(request(ids={"ids": PROMPTS[3]}, max_new_tokens=16, ignore_eos=True)))
     ids = tuple(token for event in events for token in event.chunk.ids)
     assert ids == client.generate(PROMPTS[3], max_new_tokens=16, ignore_eos=True).ids
-
-
-def test_the_example_for_node_is_answered(pytestconfig: pytest.Config) -> None:
-    installed = node_modules(pytestconfig, "grpc", "@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
-    (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), re.DOTALL)
-    with echo_server() as (address, echo):
-        told = {**os.environ, "NODE_PATH": str(installed), "COPPICE_ADDRESS": address}
-        run = subprocess.run(["node", "-e", example], cwd=ROOT, env=told, capture_output=True, text=True, timeout=30)
-    (request,) = echo.requests
-    assert run.returncode == 0, run.stderr
-    assert (run.stdout, request.text) == ("Once upon a time", "Once upon a time")
-    assert (request.max_new_tokens, request.sampling.temperature) == (64, 0.8)
-    assert re.fullmatch(r"seed [1-9]\d*\nFINISH_REASON_EOS, 16 tokens\n", run.stderr)
