@@ -30,11 +30,12 @@ COMMANDS = {
     "chat": ("coppice.commands.generate", "Talk with the target."),
     "doctor": ("coppice.commands.doctor", "Look for what is needed here, and for a server."),
     "serve": ("coppice.commands.serve", "Run one service in this process."),
+    "settings": ("coppice.commands.serve", "List every setting of the services."),
     "train": ("coppice.training.cli", "Train a target or a head."),
     "adapter": ("coppice.commands.adapter", "Look at the adapter, and steer it."),
 }
 """The module of each command, which is imported when it is called or completed, and its help. A module has the command
-as a function of its name, or several as a Typer app, `app`."""
+as a function of its name, else several as a Typer app, `app`."""
 ADDED = "coppice.commands"
 """Entry points of packages that add commands: NAME = MODULE:APP, a Typer app. Coppice's own such package is lab/."""
 LAB = {"bench": "Measure speed and exactness.", "demo": "Start everything, stream three answers, compare the policies."}
@@ -51,13 +52,22 @@ class _Commands(TyperGroup):
 def load(name: str) -> Any:
     """Import a command."""
     if name not in COMMANDS:
-        return get_command(extension(ADDED, name, "command"))
+        return _with_bare_flags(get_command(extension(ADDED, name, "command")))
     module = import_module(COMMANDS[name][0])
-    group = getattr(module, "app", None)
-    if group is None:
+    if function := getattr(module, name, None):
         group = typer.Typer(add_completion=False)
-        group.command(name)(getattr(module, name))
-    return get_command(group)
+        group.command(name)(function)
+    else:
+        group = module.app
+    return _with_bare_flags(get_command(group))
+
+
+def _with_bare_flags(command: Any) -> Any:
+    """The same: --help does not show a flag as if it took a value."""
+    for each in (command, *getattr(command, "commands", {}).values()):
+        for option in each.params:
+            option.metavar = "" if getattr(option, "is_flag", False) else option.metavar
+    return command
 
 
 app = typer.Typer(

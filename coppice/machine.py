@@ -18,7 +18,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", 
 
 Dtype = Literal["float32", "bfloat16"]
 PROMISES: dict[Dtype, str] = {
-    "float32": "the text is plain decoding's, token for token",
+    "float32": "exact: the same text as plain decoding, token for token",
     "bfloat16": "each token is the argmax within rounding; float32 promises plain decoding's text, and so does "
     "verifier.invariant, which costs a tenth of the speed",
 }

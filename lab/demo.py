@@ -6,6 +6,7 @@ Green tokens were drafted and accepted, red ones are roots, sampled from the tar
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,15 @@ from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.redis_server import find_server
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
-from lab.measuring import GREEDY, Ask, asking, clean_check, judged, reference_of, timed
+from lab.measuring import GREEDY, Ask, asking, clean_check, judged, others_s, reference_of, timed
 from lab.report import HF_GENERATE, Report, make_row
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
+COMPARE_S = 30
+"""seconds, after which no other prompt is compared"""
+OTHERS = 0.15
+"""share of the machine's cores that others may take before speeds mean nothing"""
 PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
 SHOWN_TOKENS = 32
 SHOWN: Draws = {"temperature": 0.7, "seed": 3}
@@ -102,11 +107,17 @@ def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Rep
     methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
     ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
     ways |= {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
+    began_at, before = time.monotonic(), others_s()
     with Progress("answers", len(ways) * (1 + len(asked))) as progress:
-        answers = timed(ways, [ids for ids, _ in asked], progress)
+        answers = timed(ways, [ids for ids, _ in asked], progress, COMPARE_S)
+    others = (others_s() - before) / (time.monotonic() - began_at)
     stack.check()
+    asked = asked[: len(answers["plain"])]
     budget = stack.settings.orchestrator.budget
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
     rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
     report.add_methods(rows, NEW_TOKENS)
+    if others > OTHERS:
+        busy = f"this machine was busy, others took {others:.0%} of it"
+        report.notes.append(f"{busy}: the speeds above mean nothing, tau does")
     return report

@@ -138,6 +138,6 @@ def read_methods(
             try:
                 Policy.parse(method, names)
             except InvalidField as error:
-                raise InvalidField("methods", f"{text!r}: {str(error).partition(': ')[2]}") from None
+                raise InvalidField("methods", str(error).partition(": ")[2]) from None
         methods.append(method)
     return tuple(dict.fromkeys(methods))

@@ -66,7 +66,10 @@ def read_questions(options: Options, spec: StackSpec) -> tuple[list[Question], l
                 print(f"coppice: left out, {question.name}: {tokens} tokens of {context}", file=sys.stderr)
         if len(fit) < (count if options.warm_up else 1):
             needed = f"{options.n} and {options.warm_up} to warm up with" if options.warm_up else "any"
-            reason = f"{len(fit)} in {name} fit the category and the context, too few for {needed}"
+            prompts = read_prompts(file) if file else demo_prompts()
+            there = sorted({prompt.category for prompt in prompts if prompt.category})
+            among = f"; categories there: {', '.join(there)}" if options.category else ""
+            reason = f"{len(fit)} in {name} fit the category and the context, too few for {needed}{among}"
             raise InvalidField("prompts", reason)
         asked += fit[: options.n]
         warming += fit[options.n :]

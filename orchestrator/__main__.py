@@ -60,7 +60,7 @@ async def serve(settings: Settings) -> int:
     verifiers = TargetPool(verifiers_at.addresses, dialer, options.failover_s, settings.limits.call_s)
     following = [asyncio.create_task(_follow(verifiers, verifiers_at))]
     target = await verifiers.first_target()
-    metrics = OrchestratorMetrics(target.name, target.dtype)
+    metrics = OrchestratorMetrics(target.names[0], target.dtype)
     vocabulary = vocabulary_hash(codec.tokenizer.get_vocab()) if codec else b""
     heads = {
         name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size, vocabulary)

@@ -284,7 +284,7 @@ class GenerationServicer:
     def describe(self) -> ModelDescription:
         """What is served and how, now."""
         return ModelDescription(
-            name=self.target.name,
+            name=self.target.names[0],
             vocab_size=self.target.vocab_size,
             max_len=self.target.max_len,
             heads=tuple(self.heads),

@@ -56,11 +56,14 @@ def interrupted(client: Client, prompt: Sequence[int], blow: Callable[[], object
 
 @contextlib.contextmanager
 def up(
-    command: Sequence[str], ready: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str], ready: Path, environment: Mapping[str, str] | None = None, http_port: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command that ends in `up ...`, on free ports, until the block ends; gives it once `ready` is written."""
+    """Run a command that ends in `up ...`, on free ports, until the block ends; gives it once `ready` is written.
+
+    http_port: 0 serves none.
+    """
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    told = [*command, "--port", "0", "--http-port", "0", "--ready-file", str(ready)]
+    told = [*command, "--port", "0", "--http-port", str(http_port), "--ready-file", str(ready)]
     with subprocess.Popen(told, text=True, env=environment, **output) as process:  # type: ignore[call-overload]
         try:
             deadline = time.monotonic() + 60

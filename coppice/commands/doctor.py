@@ -88,8 +88,6 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
         yield _package(name, needed=root is not None or name in CLIENT_PACKAGES)
     yield from _hardware()
     yield from _devices()
-    if target:
-        yield from _target(target)
     if root:  # the shipped target, and each shipped head with its kind
         folder = root / "models" / "demo"
         for name, kind in {"target": "the demo's target", **SHIPPED_HEADS}.items():
@@ -103,6 +101,8 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
     yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set")
     yield _server(address)
     yield Finding(f"port {DEFAULT_PORT}", why_no_port("127.0.0.1", DEFAULT_PORT) or "free")
+    if target:
+        yield from _target(target)
 
 
 def _target(folder: Path) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from coppice.wire.generation import Chunk, StepTree
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
 Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn.")]
 MaxNewTokens = Annotated[int, typer.Option(help="0: the server's default.")]
 QUIT = "/quit"
 

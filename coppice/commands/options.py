@@ -47,8 +47,10 @@ Heads = Annotated[
 JsonFile = Annotated[Path | None, file("--json", "Also write the figures as JSON.")]
 
 
-def stack_spec(target: Path | None, heads: list[str] | None, **options: Any) -> "StackSpec":
-    """The spec of the options; an unusable one is a usage error that names it."""
+def stack_spec(
+    target: Path | None, heads: list[str] | None, target_is: str = "--target", **options: Any
+) -> "StackSpec":
+    """The spec of the options; an unusable one is a usage error that names it. target_is: what gave the target."""
     from coppice.errors import InvalidField
     from coppice.stack.spec import HeadSpec, StackSpec
 
@@ -57,4 +59,5 @@ def stack_spec(target: Path | None, heads: list[str] | None, **options: Any) -> 
             options["heads"] = tuple(HeadSpec.parse(head) for head in heads)
         return StackSpec(target=target, **options) if target else StackSpec.demo(**options)
     except InvalidField as error:
-        raise typer.BadParameter(str(error).partition(": ")[2], param_hint=f"--{error.field}") from None
+        hint = target_is if error.field == "target" else f"--{error.field}"
+        raise typer.BadParameter(str(error).partition(": ")[2], param_hint=hint) from None

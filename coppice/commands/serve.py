@@ -1,4 +1,6 @@
-"""`coppice serve ROLE`: one service in this process. A role's options are the sections of settings that it reads."""
+"""`coppice serve ROLE`: one service in this process. A role's options are the sections of settings that it reads, all
+of which `coppice settings` lists.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,12 @@ ROLES = {
 }
 """What each role does, and the sections it reads beside those of every role."""
 
+PAGE = """# Settings
+
+`coppice settings` prints this page. The first that is given holds: flag (`coppice serve ROLE --section.name VALUE`; a
+list's once an entry), variable (`COPPICE_SECTION__NAME`; a list as JSON), YAML file (`--config`, `COPPICE_CONFIG`),
+default. `coppice up` has options for the usual ones, and chooses dtype, threads and budget by the machine."""
+
 app = typer.Typer(
     help="Run one service in this process.",
     no_args_is_help=True,
@@ -53,12 +61,18 @@ class _Service(TyperCommand):
         return args
 
 
+def _values(field: FieldInfo) -> str:
+    """What a setting may be: its kind or its values."""
+    kind: Any = field.annotation
+    return "|".join(get_args(kind)) if get_origin(kind) is Literal else str(kind) if get_args(kind) else kind.__name__
+
+
 def _option(section: str, name: str, field: FieldInfo, panel: str) -> Parameter:
     """A setting as an option of a command."""
-    kind: Any = field.annotation
-    values = "|".join(get_args(kind)) if get_origin(kind) is Literal else str(kind) if get_args(kind) else kind.__name__
     default = None if field.default in ("", []) else str(field.default)
-    option = typer.Option(f"--{section}.{name}", metavar=f"<{values}>", help=field.description, rich_help_panel=panel)
+    option = typer.Option(
+        f"--{section}.{name}", metavar=f"<{_values(field)}>", help=field.description, rich_help_panel=panel
+    )
     annotation = Annotated[str | None, option]
     return Parameter(f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -68,6 +82,22 @@ def _options(section: str) -> list[Parameter]:
     model: type[BaseModel] = type(Settings.model_fields[section].default)
     panel = f"{section}: {(model.__doc__ or '').partition('. ')[0].rstrip('.')}"
     return [_option(section, name, field, panel) for name, field in model.model_fields.items()]
+
+
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def settings() -> None:
+    """List every setting of the services, with its kind, bounds and default, as a page of Markdown."""
+    print(PAGE)
+    for section, of_section in Settings.model_fields.items():
+        model: type[BaseModel] = type(of_section.default)
+        print(f"\n## {section}\n\n{' '.join((model.__doc__ or '').split())}\n")
+        for name, field in model.model_fields.items():
+            pairs = [(sign, getattr(bound, of, None)) for bound in field.metadata for of, sign in BOUNDS.items()]
+            bounds = "".join(f", {sign}{value}" for sign, value in pairs if value is not None)
+            default = "" if field.default in ("", []) else f": {field.default}"
+            print(f"- `{section}.{name}{default}` ({_values(field)}{bounds}): {field.description}")
 
 
 def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:

@@ -12,7 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coppice.errors import Unavailable
+from coppice.client.client import Client
+from coppice.errors import CoppiceError, Unavailable
+from coppice.stack.spec import DEFAULT_HTTP_PORT
 from coppice.telemetry import scrape
 
 LOOK_S, WINDOW_S, ANSWER_S = 1.0, 10.0, 1.0
@@ -29,19 +31,21 @@ ALARMS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 """metric, when its value calls for a line, and the line; docs/operations.md says what to do"""
 STEPS, ACCEPTED = "vllm:inter_token_latency_seconds_count", "vllm:spec_decode_num_accepted_tokens_total"
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_HTTP_PORT}"
 
 
 def top(
     address: Annotated[
-        str, typer.Option(help="HOST:PORT of metrics, as `coppice up` prints them; several with commas between.")
-    ],
+        str, typer.Option(help="HOST:PORT of HTTP or of metrics, as `coppice up` prints them, several with commas.")
+    ] = DEFAULT_ADDRESS,
 ) -> None:
     """Show what a running deployment does, from its pages of metrics; once where there is no terminal."""
     addresses = address.split(",")
     console, monitor = Console(), Monitor(addresses)
     monitor.look()
     if len(monitor.silent) == len(addresses):
-        raise Unavailable(f"no metrics at {', '.join(addresses)}")
+        raise Unavailable("; ".join(map(_why_silent, addresses)))
     try:
         with Live(monitor.panel(), console=console, auto_refresh=False) as live:
             while True:
@@ -52,6 +56,16 @@ def top(
                     return
     except KeyboardInterrupt:
         return
+
+
+def _why_silent(address: str) -> str:
+    """What is wrong with an address that shows no metrics."""
+    try:
+        with Client(address) as client:
+            client.describe(timeout=ANSWER_S)
+    except CoppiceError:
+        return f"no metrics at {address}; start a server with `coppice up`, or name yours with --address"
+    return f"{address} is the gRPC port; metrics are at the HTTP port and at the metrics port that `coppice up` prints"
 
 
 class Monitor:
@@ -98,17 +112,18 @@ class Monitor:
     def _table(self, steps: float) -> Table:
         """What each head does, and how many replicas of each pool can be used."""
         table = Table("", "share of steps", "tau", "replicas", "version", box=None, pad_edge=False)
-        left = steps
+        merged = drafts = self._steps(DRAFTS)
         for pool in self._labels("coppice_replicas_fit"):
             routed = self._steps("coppice_routed_total", pool)
-            left -= routed
+            merged -= routed
             tau = f"{1 + self._steps('coppice_routed_accepted_tokens_total', pool) / routed:.2f}" if routed else "-"
             fit = max(self._values("coppice_replicas_fit", pool))
             versions = [f"{version:.0f}" for version in self._values("coppice_adapter_version", pool)]
             share = f"{routed / steps:.0%}" if routed else "-"
             table.add_row(pool, share, tau, f"{fit:.0f}", ", ".join(versions) or "-")
-        if steps and left > 0:
-            table.add_row("plain or merged", f"{left / steps:.0%}", "-", "-", "-")
+        for name, count in {"merged": merged, "plain": steps - drafts}.items():
+            if steps and count > 0:
+                table.add_row(name, f"{count / steps:.0%}", "-", "-", "-")
         return table
 
     def _alarms(self) -> Iterator[str]:

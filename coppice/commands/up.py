@@ -7,21 +7,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from typer import Option
 
-from coppice.commands.options import Heads, stack_spec
+from coppice.commands.options import Heads, names, stack_spec
 from coppice.commands.top import Monitor
 from coppice.config.model import ends_line, text_ends, warning_of
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
+from coppice.limits import MAX_TREE_NODES
 from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
@@ -39,56 +44,69 @@ UNWANTED = ("*/*", "consolidated*")
 def up(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A model's folder, or its name on the Hugging Face Hub; default: the demo's target and heads."
-        ),
+        typer.Argument(help="A model's folder, or its name on the Hugging Face Hub; default: the demo's."),
     ] = None,
-    target: Annotated[Path | None, typer.Option(help="The same, if it is a folder.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a model on the Hub; default: main.")
+    target: Annotated[Path | None, Option(help="A model's folder: another way to give MODEL.")] = None,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of a model on the Hub; default: main.")] = None,
+    name: Annotated[
+        list[str] | None, names("What clients call the model, the first is shown; default: as MODEL.", "--name")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="Jinja file, in place of the model's own chat template.")
     ] = None,
     head: Heads = None,
-    policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")
+    policy: Annotated[
+        str | None, Option(help="plain, single:HEAD, route, merge or auto; default: route over all heads.")
     ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
+    budget: Annotated[
+        int | None, Option(min=0, max=MAX_TREE_NODES, help="Draft nodes verified a step; default: 31, on CUDA 60.")
+    ] = None,
+    max_tokens: Annotated[int | None, Option(min=1, help="Most new tokens of a request; default: 4096.")] = None,
+    kv_tokens: Annotated[
+        int | None, Option(min=1, help="KV of a verifier, tokens; default: 65536 or what fits.")
+    ] = None,
+    token: Annotated[str | None, Option(help="Answer only who sends this API key; default: anyone.")] = None,
+    device: Annotated[str | None, Option(help="Torch device, such as cuda or cuda:1; default: cpu.")] = None,
+    dtype: Annotated[str | None, Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")] = None,
+    threads: Annotated[
+        int | None, Option(min=1, max=1024, help="A verifier's threads, a drafter has half; default: all cores.")
+    ] = None,
+    port: Annotated[int | None, Option(min=0, max=65535, help="Default: 50051; 0 takes a free one.")] = None,
     http_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="OpenAI's API; default 8000, or a free one while that is taken; 0 serves none."
-        ),
+        Option(min=0, max=65535, help="OpenAI's API; default: 8000 or, if taken, a free one; 0 serves none."),
     ] = None,
-    verifiers: Annotated[int, typer.Option(min=1, max=64, help="Verifiers, each with the target.")] = 1,
-    drafters: Annotated[int, typer.Option(min=1, max=64, help="Drafters of each head.")] = 1,
-    orchestrators: Annotated[int, typer.Option(min=1, max=64, help="Orchestrators; the first one is at --port.")] = 1,
+    verifiers: Annotated[int, Option(min=1, max=64, help="Verifiers, each with the target.")] = 1,
+    drafters: Annotated[int, Option(min=1, max=64, help="Drafters of each head.")] = 1,
+    orchestrators: Annotated[int, Option(min=1, max=64, help="Orchestrators; the first one is at --port.")] = 1,
     one_process: Annotated[
-        bool, typer.Option("--one-process", help="Let the heads live in the verifiers' processes.")
+        bool, Option("--one-process", help="Let the heads live in the verifiers' processes.")
     ] = False,
-    adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
+    adapt: Annotated[bool, Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
+    config: Annotated[Path | None, Option(help="YAML settings of every service.")] = None,
     log_dir: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder for the services' logs; default: one that is deleted at the end."),
+        Path | None, Option(file_okay=False, help="Folder for logs; default: one that is deleted at the end.")
     ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File to write addresses to once healthy.")
-    ] = None,
+    ready_file: Annotated[Path | None, Option(dir_okay=False, help="File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C.
 
-    A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored.
+    A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored. `coppice
+    settings` lists what --config and variables COPPICE_SECTION__NAME can set beside these options.
     """
     if config:
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
-    folder, name = find_model(model, target, revision)
+    folder, hub_name = find_model(model, target, revision)
     spec = stack_spec(
         folder,
         head,
-        name=name,
+        "MODEL" if model else "--target",
+        name=",".join(name or ()) or hub_name,
         policy=policy,
+        budget=budget,
+        verifier_threads=threads,
+        drafter_threads=threads and max(1, threads // 2),
         device=device,
         dtype=dtype,
         port=port,
@@ -98,12 +116,41 @@ def up(
         orchestrators=orchestrators,
         one_process=one_process,
         adapt=adapt,
-        extra={"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}},
     )
     for each in spec.heads:
         if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
             _warn(f"head {each.name}: {warning}")
-    _run(Stack(spec, log_dir=log_dir), ready_file)
+    with TemporaryDirectory(prefix="coppice-") as own:
+        given = {"limits.max_new_tokens": max_tokens, **_files(Path(own), spec.target, chat_template, token)}
+        extra = {
+            "adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT},
+            "verifier": {"verifier.kv_tokens": kv_tokens} if kv_tokens else {},
+            "orchestrator": {setting: value for setting, value in given.items() if value is not None},
+        }
+        _run(Stack(replace(spec, extra=extra), log_dir=log_dir), ready_file)
+
+
+def _files(folder: Path, target: Path, chat_template: Path | None, token: str | None) -> dict[str, Any]:
+    """Settings of an orchestrator that needs this chat template or token: what they name is written to `folder`.
+
+    Raises InvalidField.
+    """
+    settings: dict[str, Any] = {}
+    if token is not None:
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise InvalidField("token", "is not printable ASCII without spaces")
+        settings["orchestrator.tokens"] = folder / "tokens"
+        settings["orchestrator.tokens"].write_text(f"up {sha256(token.encode()).hexdigest()}\n", encoding="ascii")
+    if chat_template:
+        if not (target / "tokenizer.json").is_file():
+            raise InvalidField("chat-template", f"{target} has no tokenizer.json, so that no chats are served")
+        settings["orchestrator.target"] = beside = folder / target.resolve().name
+        beside.mkdir()
+        for file in target.resolve().iterdir():
+            if file.name not in (chat := "chat_template.jinja", "additional_chat_templates"):
+                (beside / file.name).symlink_to(file)
+        (beside / chat).symlink_to(chat_template.resolve())
+    return settings
 
 
 def find_model(model: str | None, target: Path | None, revision: str | None) -> tuple[Path | None, str]:
@@ -175,8 +222,12 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
     console, logs_stay = Console(), stack.log_dir is not None
     try:
         if ready_file:
-            _partial(ready_file).touch()  # an impossible path is known before anything loads
-        for warning in target_warnings(stack.spec.target):
+            try:
+                _partial(ready_file).touch()  # an impossible path is known before anything loads
+            except OSError as error:
+                raise InvalidField("ready-file", f"{ready_file}: {error.strerror}") from None
+        orchestrator = stack.spec.extra.get("orchestrator", {})
+        for warning in target_warnings(stack.spec.target, orchestrator.get("orchestrator.target")):
             _warn(warning)
         with service_lines(console, stack):
             stack.start()
@@ -269,6 +320,8 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     yield f"policy   {policy}, budget {settings.orchestrator.budget}"
     yield f"failover a request waits up to {stack.failover_s:.0f} s for a verifier that died and loads again"
     yield f"logs     {stack.log_dir}{'' if logs_stay else ', deleted at the end; --log-dir FOLDER keeps them'}"
+    if "orchestrator.tokens" in spec.extra.get("orchestrator", {}):
+        yield "token    clients send it: COPPICE_TOKEN for `coppice` and the SDK, api_key for OpenAI's clients"
     yield f"ready at {stack.address}; Ctrl-C stops it"
     at = "" if stack.address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {stack.address}"
     yield f'try      coppice generate "Once upon a time"{at}'

@@ -161,6 +161,36 @@ def added_tokens(folder: str | Path) -> dict[str, int]:
     return {}
 
 
+def read_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder; None without tokenizer.json. Raises InvalidField."""
+    from tokenizers import Tokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)) if file.is_file() else None
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise InvalidField("drafter.path", f"{file} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def common_tokens(folder: str | Path, target: str | Path) -> int:
+    """The highest id that names the same token for a draft model and its target, plus 1; 0 where one of them has no
+    tokenizer.json.
+
+    Raises InvalidField where they differ in other than added tokens that one of them does not have.
+    """
+    if not ((mine := read_tokenizer(folder)) and (theirs := read_tokenizer(target))):
+        return 0
+    first, second = mine.get_vocab(), theirs.get_vocab()
+    of_one = {*mine.get_vocab(with_added_tokens=False)} ^ {*theirs.get_vocab(with_added_tokens=False)}
+    odd = [token for token in first.keys() | second.keys() if first.get(token) != second.get(token)]
+    odd = [token for token in odd if token in of_one or (token in first and token in second)]
+    if odd:
+        number, token = min((first.get(token, second.get(token, 0)), token) for token in odd)
+        reason = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
+        raise InvalidField("drafter.path", f"{folder}: {reason}")
+    return max((first[token] for token in first.keys() & second.keys()), default=-1) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """weights: bytes of all weights. kv: bytes that a token's keys and values take, 0 where the folder does not tell.

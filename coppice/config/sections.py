@@ -39,6 +39,12 @@ def _check_pairs(pairs: list[str]) -> list[str]:
     return pairs
 
 
+def _check_names(names: str) -> str:
+    if names and not all(name.strip() == name != "" for name in names.split(",")):
+        raise ValueError(f"{names!r} is not names with commas between")
+    return names
+
+
 def _check_heads(drafters: list[str]) -> list[str]:
     for drafter in drafters:
         check_kind(drafter.partition("=")[2].partition(":")[0])
@@ -130,7 +136,9 @@ class VerifierSettings(TorchSettings):
     """The verifier: one target and its KV cache."""
 
     target: str = Field("", description="folder of a Hugging Face causal LM")
-    name: str = Field("", description="name shown to clients; empty: the folder's name")
+    name: Annotated[str, AfterValidator(_check_names)] = Field(
+        "", description="what clients call the target, names with commas between; empty: the folder's name"
+    )
     kv_tokens: int = Field(
         65_536, gt=0, description="KV capacity, tokens; the default takes at most half of what the weights leave free"
     )

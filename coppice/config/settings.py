@@ -107,16 +107,23 @@ def _names() -> list[str]:
     return [f"{section}.{name}" for section, model in sections.items() for name in model.model_fields]
 
 
+def _dotted(name: str) -> str:
+    """SECTION.NAME of a flag or a variable."""
+    return name.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
+
+
 def _no_such(what: str, names: Iterable[str]) -> InvalidField:
     """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
-    name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
+    name = _dotted(what)
     section, _, setting = name.partition(".")
     if setting in FIXED.get(section, "").split():
         return InvalidField(what, "is no setting any more: what was its default always holds")
     if replacement := REPLACED.get(name, REPLACED.get(section)):
         return InvalidField(what, f"is no setting any more: {replacement}")
-    near = difflib.get_close_matches(what, list(names), n=1)
-    return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+    of_section = [each for each in names if _dotted(each).startswith(f"{section}.")]
+    near = {_dotted(each).rpartition(".")[2]: each for each in of_section or names}
+    close = difflib.get_close_matches(setting or section, list(near), n=1)
+    return InvalidField(what, f"no such setting{f'; did you mean {near[close[0]]}?' if close else ''}")
 
 
 def _check_names(arguments: Sequence[str]) -> None:
@@ -163,7 +170,9 @@ def load_settings(
         where = ".".join(str(part) for part in first["loc"][:2])
         if first["type"] == "extra_forbidden":
             raise _no_such(where, [*Settings.model_fields, *_names()]) from None
-        raise InvalidField(where, first["msg"]) from None
+        is_written = file and where.rpartition(".")[2] in Path(file).read_text(encoding="utf-8")
+        source = f" (in {file})" if is_written else ""
+        raise InvalidField(where, first["msg"].removeprefix("Value error, ") + source) from None
     except SettingsError as error:
         value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
         named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]

@@ -74,6 +74,7 @@ def _quiet(folder: Path) -> Iterator[None]:
     """Errors become UnusableFolder in one line, and what transformers would log about tensors is left out."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(ERROR)
+    logging.disable_progress_bar()  # a log is no terminal
     try:
         yield
     except CoppiceError:

@@ -6,7 +6,7 @@ does: the best `top_k` nodes of a level are expanded, and the `budget` best cand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from coppice.config.model import read_expectation
+from coppice.config.model import common_tokens, read_expectation, read_tokenizer
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import one_line
 from coppice.engine.engine import Context
@@ -36,22 +35,11 @@ from coppice.wire.drafter import Advance, HeadDescription, OpenDraft, vocabulary
 def common_width(folder: str | Path, target: str | Path) -> int:
     """Return the target's vocabulary width, in logits, for a draft model with the same vocabulary.
 
-    Where both folders have a tokenizer.json, ids must name the same tokens in both, but for added tokens that one of
-    them does not have. Then the widths may differ in rows that no common token has: a family's small models are often
-    padded otherwise than its large ones. Raises InvalidField.
+    Where both folders have a tokenizer.json, `common_tokens` must hold. Then the widths may differ in rows that no
+    common token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
     """
     own, width = _config(folder).vocab_size, _config(target).vocab_size
-    tokens = 0
-    if (mine := _tokenizer(folder)) and (theirs := _tokenizer(target)):
-        first, second = mine.get_vocab(), theirs.get_vocab()
-        of_one = {*mine.get_vocab(with_added_tokens=False)} ^ {*theirs.get_vocab(with_added_tokens=False)}
-        odd = [token for token in first.keys() | second.keys() if first.get(token) != second.get(token)]
-        odd = [token for token in odd if token in of_one or (token in first and token in second)]
-        if odd:
-            number, token = min((first.get(token, second.get(token, 0)), token) for token in odd)
-            reason = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
-            raise InvalidField("drafter.path", f"{folder}: {reason}")
-        tokens = max((first[token] for token in first.keys() & second.keys()), default=-1) + 1
+    tokens = common_tokens(folder, target)
     if own != width and not 0 < tokens <= min(own, width):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {width}")
     return int(width)
@@ -67,26 +55,16 @@ def tokenizer_hash(folder: str | Path) -> bytes:
 
     Raises InvalidField.
     """
-    tokenizer = _tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     return vocabulary_hash(tokenizer.get_vocab()) if tokenizer else b""
 
 
-def _tokenizer(folder: str | Path) -> Tokenizer | None:
-    file = Path(folder) / "tokenizer.json"
-    return _read(file, Tokenizer.from_file, str(file)) if file.is_file() else None
-
-
 def _config(folder: str | Path) -> Any:
-    config = _read(folder, AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
-    return config.get_text_config()
-
-
-def _read(place: str | Path, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a library reads there. Raises InvalidField for what it cannot use."""
     try:
-        return read(*arguments, **options)
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise InvalidField("drafter.path", f"{place} cannot be read: {one_line(error)}") from None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises nothing narrower
+        raise InvalidField("drafter.path", f"{folder} cannot be read: {one_line(error)}") from None
+    return config.get_text_config()
 
 
 log = structlog.get_logger()

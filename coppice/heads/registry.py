@@ -9,6 +9,7 @@ from types import MappingProxyType
 import structlog
 
 from coppice.config.sections import HEADS, DrafterSettings
+from coppice.errors import CoppiceError, InvalidField
 from coppice.heads.base import Head
 from coppice.machine import extension
 from coppice.telemetry import WARMING_UP
@@ -28,14 +29,23 @@ _BUILDERS = MappingProxyType(
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """Build the head of `settings.kind`, ours or a package's. Raises what the builder raises, and `extension`."""
+    """Build the head of `settings.kind`, ours or a package's. Raises what our builder raises and, for whatever a
+    package's raises, InvalidField.
+    """
     builder: Callable[[DrafterSettings], Head]
     if settings.kind in _BUILDERS:
         module, function = _BUILDERS[settings.kind]
         builder = getattr(import_module(module), function)
-    else:
-        builder = extension(HEADS, settings.kind, "drafter.kind")
-    return builder(settings)
+        return builder(settings)
+    builder = extension(HEADS, settings.kind, "drafter.kind")
+    try:
+        return builder(settings)
+    except CoppiceError:
+        raise
+    except Exception as error:
+        log.exception("the head cannot be built", kind=settings.kind)
+        reason = f"{settings.kind} cannot be built: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidField("drafter.kind", reason) from None
 
 
 def served_head(settings: DrafterSettings) -> Head:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
-from coppice.stack.process import ProcessFailed, Ready, ServiceProcess, reserve
+from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, reserve
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HTTP_PORT, PORTS, HeadSpec, StackSpec, checkout, module_of, preflight
 
@@ -97,26 +97,26 @@ class Stack:
             flags |= {**spec.extra.get("drafter", {}), "verifier.drafters": [str(head) for head in spec.heads]}
         verifiers = [self._launch(name, "verifier", flags) for name in _names("verifier", spec.verifiers)]
         drafters = {} if spec.one_process else {head: self._launch_drafters(head, verifiers) for head in spec.heads}
+        self._await_all()
         targets = [self._reached(verifier) for verifier in verifiers]
         heads = [f"{head.name}={self._reached(each)}" for head, pool in drafters.items() for each in pool]
         if spec.one_process:
             heads = [f"{head.name}={target}" for head in spec.heads for target in targets]
-        loads = [process.state[1] for process in verifiers if process.state]
-        self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(loads, default=0.0))
+        self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(verifier.load_s for verifier in verifiers))
         if adapted := {head.name: str(head.path) for head in spec.adapted}:
             flags = {"adapter.heads": [f"{name}={path}" for name, path in adapted.items()]}
             flags |= {"adapter.drafters": [head for head in heads if head.partition("=")[0] in adapted]}
-            self._reached(self._launch(ADAPTER, "adapter", flags))
+            self._launch(ADAPTER, "adapter", flags)
         flags = {"orchestrator.verifiers": targets, "orchestrator.heads": heads}
         flags |= {"orchestrator.failover_s": self.failover_s}
         first, *others = _names("orchestrator", spec.orchestrators)
         server, http_port = self.settings.server, self.settings.orchestrator.http_port
         public = {name: getattr(server, name.partition(".")[2]) for name in _LOOPBACK}
-        orchestrators = [self._launch(first, "orchestrator", {**flags, **public, HTTP_PORT: http_port})]
+        self._launch(first, "orchestrator", {**flags, **public, HTTP_PORT: http_port})
         flags[HTTP_PORT] = min(0, http_port)
-        orchestrators += [self._launch(name, "orchestrator", flags) for name in others]
-        for orchestrator in orchestrators:
-            self._reached(orchestrator)
+        for name in others:
+            self._launch(name, "orchestrator", flags)
+        self._await_all()
 
     def restart(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
         """Do as `revive` does, and wait until the process is healthy. Raises ProcessFailed."""
@@ -204,12 +204,21 @@ class Stack:
         flags: dict[str, Any] = {"drafter.name": head.name, "drafter.kind": head.kind}
         flags |= {"drafter.path": head.path} if head.path else {}
         if head.kind in FEATURE_KINDS:
-            flags["drafter.verifiers"] = [verifier.wait_ready(self._deadline).address for verifier in verifiers]
+            flags["drafter.verifiers"] = [verifier.address for verifier in verifiers]
         return [self._launch(name, "drafter", flags) for name in _names(f"drafter-{head.name}", self.spec.replicas)]
 
+    def _await_all(self) -> None:
+        """Wait until every process is ready. Raises ProcessFailed as soon as one of them has ended."""
+        while waiting := [each for each in self.processes.values() if not (each.ready or each.find_ready())]:
+            for process in self.processes.values():
+                process.check()
+            if time.monotonic() > self._deadline:
+                waiting[0].wait_ready(self._deadline)
+            time.sleep(POLL_S)
+
     def _reached(self, process: ServiceProcess) -> str:
-        """Where a process is to be reached, once it is ready."""
-        return self._via(process.name, process.wait_ready(self._deadline).address)
+        """Where others reach a process."""
+        return self._via(process.name, process.address)
 
     def _redis_flags(self) -> dict[str, Any]:
         """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
@@ -250,7 +259,9 @@ class Supervisor:
                 self._stack.revive(name)
         elif process.ended:
             pause_s = self._pause(process, now)
-            self._say(f"{name} {process.ended}; it is started again in {pause_s:g} s (log: {process.log_file})")
+            again = f"it is started again in {pause_s:g} s (log: {process.log_file})"
+            loads = f"; loading took {process.load_s:.1f} s" if process.load_s else ""
+            self._say(f"{name} {process.ended}; {again}{loads}")
             process.stop(0)  # how it ended is not held against it
             self._starts_at[name] = now + pause_s
         elif process.ready is None and process.find_ready():

@@ -137,6 +137,10 @@ class ServiceProcess:
         self.name, self.role = name, role
         self.ready: Ready | None = None
         """its addresses, once it is healthy"""
+        self.load_s = 0.0
+        """how long the latest start took; 0 before it is ready"""
+        self.address = f"{flags.get('server.host')}:{flags.get('server.port')}"
+        """where it will listen, known before it does where its port is reserved"""
         self._module, self._flags, self._path = module, flags, path
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,6 +170,7 @@ class ServiceProcess:
         with contextlib.suppress(FileNotFoundError):
             ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
             self.ready = ready if _healthy(ready.health, SERVICES[self.role]) else None
+            self.load_s = self._ready_file.stat().st_mtime - self._started_at
         return self.ready
 
     @property

@@ -8,11 +8,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config.model import ModelSize, check_model, disagreements, free_memory, text_ends, why_no_model
+from coppice.config.model import (
+    ModelSize,
+    check_model,
+    common_tokens,
+    disagreements,
+    free_memory,
+    text_ends,
+    why_no_model,
+)
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField, NotFound
@@ -111,7 +119,7 @@ class StackSpec:
 
     target: Path
     name: str = ""
-    """what the target is called where settings do not say; empty: as its folder"""
+    """what clients call the target where settings do not say, names with commas between; empty: as its folder"""
     heads: tuple[HeadSpec, ...] = COUNTED_HEADS
     policy: str | None = None
     device: str | None = None
@@ -142,8 +150,10 @@ class StackSpec:
             check_range(name, getattr(self, name), 1, MAX_REPLICAS)
         names = [head.name for head in self.heads]
         for head in self.heads:
-            if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
-                raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
+            if not _NAME.fullmatch(head.name):
+                raise InvalidField("head", f"the name {head.name!r} must be 1 to 64 of [A-Za-z0-9_-]")
+            if names.count(head.name) > 1:
+                raise InvalidField("head", f"{head.name} is given twice")
             if head.kind in WEIGHED_KINDS and (reason := why_no_model(head.path, typed=head.kind == "lm")):
                 form = "" if head.path else ": write NAME=KIND:DIR"
                 raise InvalidField("head", f"{head.name}: {reason}{form}")
@@ -165,7 +175,8 @@ class StackSpec:
     def demo(cls, **changes: Any) -> Self:
         """The demo's target with its heads. Raises NotFound, or InvalidField while the models are not there."""
         heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
-        return cls(**{"target": _models() / "target", "heads": heads, **changes})
+        spec = cls(**{"target": _models() / "target", "heads": heads, **changes})
+        return spec if spec.name else replace(spec, name="coppice-demo")
 
     def settings(self) -> Settings:
         """What holds for the services: this spec, then variables and YAML, then the machine's defaults."""
@@ -202,8 +213,8 @@ class StackSpec:
 
 
 def preflight(spec: StackSpec, settings: Settings) -> int:
-    """The KV tokens of each verifier. Raises InvalidField over a port that is taken, a device that is not here, or a
-    target that memory cannot hold.
+    """The KV tokens of each verifier. Raises InvalidField over a port that is taken, a device that is not here, a
+    target that memory cannot hold, or a draft model with another vocabulary.
     """
     first = {f"server.{name}": value for name, value in settings.server}
     first |= {HTTP_PORT: settings.orchestrator.http_port, **spec.extra.get("orchestrator", {})}
@@ -219,6 +230,12 @@ def preflight(spec: StackSpec, settings: Settings) -> int:
                 raise InvalidField(name, f"{host}:{port} cannot be used ({reason}); {choose}")
     kv_tokens = check_target(spec, settings)
     _check_device("drafter.device", settings.drafter.device)
+    for head in spec.heads:
+        try:
+            if head.kind == "lm" and head.path:
+                common_tokens(head.path, spec.target)
+        except InvalidField as error:
+            raise InvalidField("head", f"{head.name}: {str(error).partition(': ')[2]}") from None
     return kv_tokens
 
 
@@ -244,9 +261,13 @@ def check_target(spec: StackSpec, settings: Settings) -> int:
     return size.fit_kv(kv_tokens, verifier.device, memory, ranks=ranks, copies=spec.verifiers)
 
 
-def target_warnings(folder: Path) -> Iterator[str]:
-    """What is odd about a target's files and can be served nevertheless, a line each. Raises InvalidField."""
-    yield from disagreements(folder)
+def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[str]:
+    """What is odd about a target's files and can be served nevertheless, a line each. Raises InvalidField.
+
+    text_folder: where its tokenizer and chat template are, if that is elsewhere.
+    """
+    yield from disagreements(target)
+    folder = text_folder or target
     if not (folder / "tokenizer.json").is_file():
         return
     command = [sys.executable, "-m", module_of("orchestrator.text"), "check", str(folder.resolve())]

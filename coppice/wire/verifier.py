@@ -174,6 +174,11 @@ class TargetDescription:
     bits_hash: HashOrNone = b""
     """of what some rows say, where bits are promised"""
 
+    @property
+    def names(self) -> list[str]:
+        """What clients may call the target; the first is shown."""
+        return self.name.split(",")
+
 
 _REQUEST: OneOf[OpenSession | VerifyStep, verifier.VerifyRequest] = OneOf(verifier.VerifyRequest)
 _RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(verifier.VerifyResponse)

@@ -240,7 +240,7 @@ class HttpAnswer:
         prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
         self._choices = [AnswerChoice(prompt, service.token_bytes, ends) for prompt in prompts]
         number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
-        self._head: Json = {"id": number, "created": int(time.time()), "model": service.target.name}
+        self._head: Json = {"id": number, "created": int(time.time()), "model": service.target.names[0]}
 
     async def whole(self, events: Events) -> Json:
         """The body of a request that is not streamed."""

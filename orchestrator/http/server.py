@@ -112,8 +112,8 @@ class Api:
     def __init__(self, service: GenerationServicer, access: Access) -> None:
         self._service, self._access = service, access
         target = service.target
-        self._model = {"id": target.name, "object": "model", "created": int(time.time()), "owned_by": "coppice"}
-        self._model["max_model_len"] = target.max_len
+        about = {"object": "model", "created": int(time.time()), "owned_by": "coppice"}
+        self._models = {name: {"id": name, **about, "max_model_len": target.max_len} for name in target.names}
         self._running = set[asyncio.Task[Any] | None]()
         self._is_cut = False
 
@@ -162,13 +162,13 @@ class Api:
         return PlainTextResponse(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Json:
-        """List the served model."""
-        return {"object": "list", "data": [self._model]}
+        """List the served model, under each of its names."""
+        return {"object": "list", "data": list(self._models.values())}
 
     async def model(self, name: str) -> Json:
         """Describe the served model; max_model_len is its context."""
         self._check_model(name)
-        return self._model
+        return self._models[name or next(iter(self._models))]
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Complete a prompt, whole or as server-sent events."""
@@ -256,9 +256,8 @@ class Api:
 
     def _check_model(self, name: str) -> None:
         """Raise NotFound unless a body names the served model, or none."""
-        served = self._service.target.name
-        if name and name != served:
-            raise NotFound(f"the model {name!r} does not exist here; {served!r} is served")
+        if name and name not in self._models:
+            raise NotFound(f"the model {name!r} does not exist here; {', '.join(map(repr, self._models))} is served")
 
 
 async def _traced(events: Events) -> AsyncGenerator[Json, None]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 
 import pytest
 from rich.console import Console
 
 from coppice.client.client import Client
+from coppice.client.completion import Completion
 from coppice.prompts import FilePrompt, demo_prompts
+from coppice.training.progress import Progress
 from lab.demo import PROMPTS, stream_coloured
+from lab.measuring import others_s, timed
 from tests.fake_service import echo_server
+from tests.lab.conftest import completion
 
 GREEN, RED = "\x1b[32m", "\x1b[31m"
 
@@ -32,3 +38,22 @@ def test_accepted_drafts_are_green_and_roots_red_and_the_text_is_counted(termina
 def test_the_demo_takes_one_prompt_of_each_category() -> None:
     taken = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     assert [prompt.category for prompt in taken] == ["code", "maths", "story"]
+
+
+def test_a_comparison_whose_time_is_over_begins_no_other_prompt() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def ask(prompts: object, sampling: object) -> list[Completion]:
+        asked.extend(prompts)  # type: ignore[call-overload]
+        return [completion([1], 1.0)]
+
+    with Progress("answers", 4) as progress:
+        answers = timed({"plain": ask}, [(1,), (2,), (3,)], progress, most_s=0)
+    assert (len(answers["plain"]), asked) == (1, [(1,), (1,)])  # the first, and its warm-up
+
+
+def test_what_others_compute_grows_by_less_than_time_and_not_by_what_this_process_does() -> None:
+    before, began_at, used = others_s(), time.monotonic(), time.process_time()
+    while time.process_time() - used < 0.5:
+        pass
+    assert -0.1 < others_s() - before < time.monotonic() - began_at - 0.4 / (os.cpu_count() or 1) + 0.1

@@ -153,7 +153,7 @@ def scores_of(log_probs: dict[str, Any] | None) -> list[tuple[Any, ...]]:
 
 
 def test_openais_client_reads_chats_and_sends_histories_back(client: openai.OpenAI) -> None:
-    options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
+    options: Any = {"model": "coppice-demo", "temperature": 0, "max_tokens": 8}
     message = client.chat.completions.create(messages=CHAT, **options).choices[0].message
     chunks = list(client.chat.completions.create(messages=CHAT, **options, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
@@ -163,7 +163,7 @@ def test_openais_client_reads_chats_and_sends_histories_back(client: openai.Open
 
 
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Client) -> None:
-    options: Any = {"model": "target", "temperature": 1.0, "max_tokens": 16}
+    options: Any = {"model": "coppice-demo", "temperature": 1.0, "max_tokens": 16}
     both = client.completions.create(prompt=[PROMPT, "Once"], n=2, seed=3, **options)
     answers = [
         grpc_client.generate(prompt, temperature=1.0, seed=seed, max_new_tokens=16)
@@ -184,7 +184,7 @@ def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Cli
 def test_ids_are_prompts_too(client: openai.OpenAI, stack: Stack) -> None:
     _, _, data = call(stack, "/tokenize", {"prompt": PROMPT})
     ids = json.loads(data)["tokens"]
-    options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
+    options: Any = {"model": "coppice-demo", "temperature": 0, "max_tokens": 8}
     texts = [client.completions.create(prompt=prompt, **options).choices[0].text for prompt in (PROMPT, ids, [ids])]
     assert len(set(texts)) == 1
     _, _, data = call(stack, "/detokenize", {"tokens": ids})
@@ -195,7 +195,7 @@ def test_ids_are_prompts_too(client: openai.OpenAI, stack: Stack) -> None:
 
 def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.OpenAI, grpc_client: Client) -> None:
     wanted = grpc_client.generate(PROMPT, max_new_tokens=8, log_probs=True)
-    options: Any = {"model": "target", "temperature": 0, "logprobs": 3}
+    options: Any = {"model": "coppice-demo", "temperature": 0, "logprobs": 3}
     answer = client.completions.create(prompt=PROMPT, max_tokens=8, **options).choices[0].logprobs
     assert answer
     assert answer.token_logprobs == pytest.approx(list(wanted.log_probs), abs=1e-3)
@@ -268,7 +268,9 @@ def test_what_is_not_served_is_refused_by_name_and_hints_are_taken(stack: Stack)
     for change, field in [*REFUSED, *((change, "") for change in TAKEN)]:
         chat = {"messages", "max_completion_tokens", "top_logprobs"} & change.keys()
         path, prompt = ("/v1/chat/completions", {"messages": CHAT}) if chat else ("/v1/completions", {"prompt": PROMPT})
-        status, _, data = call(stack, path, {"model": "target", "max_tokens": 2, "temperature": 0} | prompt | change)
+        status, _, data = call(
+            stack, path, {"model": "coppice-demo", "max_tokens": 2, "temperature": 0} | prompt | change
+        )
         assert status == (400 if field else 200), (change, data)
         if field:
             error = json.loads(data)["error"]
@@ -402,7 +404,9 @@ def test_a_client_that_leaves_frees_its_seat_and_its_kv(stack: Stack, grpc_clien
 
 def test_drafts_and_their_metrics_are_told(client: openai.OpenAI) -> None:
     options: Any = {"include_metrics": True, "policy": "route", "budget": 8}
-    answer = client.completions.create(model="target", prompt=PROMPT, temperature=0, max_tokens=32, extra_body=options)
+    answer = client.completions.create(
+        model="coppice-demo", prompt=PROMPT, temperature=0, max_tokens=32, extra_body=options
+    )
     figures, ours = answer.model_extra["metrics"]["speculative_decoding"], answer.model_extra["coppice"]  # type: ignore[index]
     assert figures["num_spec_steps"] == sum(figures["acceptance_histogram"]) > 0
     assert (ours["policy"], ours["heads"]) == ("route", list(HEADS))
@@ -410,7 +414,7 @@ def test_drafts_and_their_metrics_are_told(client: openai.OpenAI) -> None:
 
 
 def test_langchain_is_answered(url: str, grpc_client: Client) -> None:
-    model = ChatOpenAI(base_url=url, api_key=SecretStr("none"), model="target", temperature=0, max_tokens=16)
+    model = ChatOpenAI(base_url=url, api_key=SecretStr("none"), model="coppice-demo", temperature=0, max_tokens=16)
     messages = [("system", "Be brief."), ("user", "Hi.")]
     plain = [{"role": role, "content": content} for role, content in messages]
     wanted = grpc_client.generate(plain, max_new_tokens=16)
@@ -428,7 +432,7 @@ def test_log_likelihoods_are_the_targets_by_lm_evals_protocol(stack: Stack) -> N
     reference = Reference(stack.spec.target, "float32")
     context = len(reference.text.encode(CONTEXT))
     prompts = [reference.text.encode(CONTEXT + text) for text in (" as file:", " elephant")]
-    sent = {"model": "target", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    sent = {"model": "coppice-demo", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     status, _, data = call(stack, "/v1/completions", {**sent, "echo": True})
     assert status == 200, data
     for choice, ids in zip(json.loads(data)["choices"], prompts, strict=True):

@@ -201,6 +201,18 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkey
     assert not psutil.pid_exists(pid)
 
 
+def test_a_head_that_refuses_ends_the_start_while_the_verifier_loads(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loads.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "refuses.py").write_text("import sys; print('drafter.kind: no', file=sys.stderr); sys.exit(2)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    spec = StackSpec(target=target, heads=(HeadSpec("block", "specblock", target),))
+    modules = {**FAKES, "verifier": "loads", "drafter": "refuses"}
+    with pytest.raises(ProcessFailed, match=r"^drafter-block: drafter.kind: no$"), Stack(spec, modules, ready_s=60):
+        pass
+
+
 UP = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
@@ -237,7 +249,7 @@ def test_up_starts_replicas_keeps_logs_and_stops_on_an_interrupt(target: Path) -
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert f"ready at {before['orchestrator-0']['address']}" in out
-    assert "float32: the text is plain decoding's, token for token\n" in out
+    assert "float32: exact: the same text as plain decoding, token for token\n" in out
     assert f"logs     {logs}\n" in out
     assert "drafter-look-1 lookup" in out
     assert f"stopping {', '.join(names)}; answers that are" in out

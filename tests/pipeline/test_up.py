@@ -122,6 +122,9 @@ def test_the_panel_shows_what_requests_did(stack: Stack, client: Client) -> None
     assert (share, replicas, version) == ("100%", "1", "-")
     assert float(tau) == pytest.approx(answer.tau, abs=0.1)  # the last step may accept more than it may say
     assert rows["lookup"] == ["-", "-", "1", "-"]
+    client.generate(PROMPT, policy="merge", max_new_tokens=NEW, ignore_eos=True)
+    client.generate(PROMPT, policy="plain", max_new_tokens=NEW, ignore_eos=True)
+    assert eventually(lambda: not monitor.look() and "plain" in shown(monitor) and "merged" in shown(monitor), 10)
     assert rows["tokens/s"][0] != "0.0"
     assert "float32" in shown(monitor)
     assert "!" not in shown(monitor)
@@ -141,17 +144,17 @@ def test_the_panel_names_what_does_not_answer_and_what_cannot_be_used(stack: Sta
 def test_top_shows_a_running_deployment_or_says_where_there_are_no_metrics(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for address in (stack.orchestrator.metrics, stack.orchestrator.address, "127.0.0.1:1"):
+    for address in (stack.orchestrator.metrics, stack.orchestrator.http, stack.orchestrator.address):
         monkeypatch.setattr(sys, "argv", ["coppice", "top", "--address", address])
         with pytest.raises(SystemExit) as ended:
             main()
         output = capsys.readouterr()
-        if address == stack.orchestrator.metrics:
+        if address != stack.orchestrator.address:
             assert not ended.value.code
             assert "tokens/s" in output.out
             assert "lookup" in output.out
         else:
-            assert (ended.value.code, output.err) == (3, f"coppice: no metrics at {address}\n")
+            assert (ended.value.code, f"coppice: {address} is the gRPC port; metrics are at" in output.err) == (3, True)
 
 
 # --- `coppice up NAME`: a model is fetched from a hub, here a server that speaks what that takes of the Hub's API ---

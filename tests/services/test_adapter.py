@@ -270,7 +270,7 @@ def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("adapter.heads", "block", "adapter.heads: Value error, 'block' is not NAME=VALUE"),
+        ("adapter.heads", "block", "adapter.heads: 'block' is not NAME=VALUE"),
         ("adapter.drafters", "other=x:1", "adapter.drafters: other is none of block"),
         ("adapter.drafters", "block=dns:x", "adapter.drafters: 'dns:x' is not HOST:PORT, dns:HOST:PORT or redis"),
     ],

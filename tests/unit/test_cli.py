@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import coppice
 from coppice import errors
@@ -98,32 +101,125 @@ def test_every_command_is_completed_and_loads_no_framework(line: str, completed:
     assert (out.split(), loaded) == (completed, [])
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("nonsense", "nonsense"),
-        ("generate", "PROMPT"),
-        ("generate hi --ids 1", "PROMPT"),
-        ("generate --ids 1,x", "--ids"),
-        ("generate --prompt-file /missing", "--prompt-file"),
-        ("generate hi --temperature -1", "temperature"),
-        ("generate hi --logit-bias 5=1000", "logit_bias"),
-        ("serve adviser", "No such command 'adviser'"),
-        ("bench exact --head a=bigram,b", "--head"),
-        ("train head --kind hydra --data a=b --out x --target y", "--kind"),
-        ("up --target /missing", "--target"),
-        ("up --head a=b:/missing", "--head"),
-        ("up --port 70000", "--port"),
-        ("up --target {} --dtype int4", "--dtype"),
-        ("up --target {} --policy best", "--policy"),
-        ("up --target {} --head a=bigram --head a=lookup", "--head"),
-    ],
-)
-def test_a_bad_value_is_a_usage_error_that_names_it(line: str, named: str, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    code, out, err = run(*(word.format(tmp_path) for word in line.split()))
-    assert (code, out) == (2, "")
-    assert named in err
+WRONG = """
+nonsense -> No such command 'nonsense'
+generate -> PROMPT: give exactly one of
+generate hi --ids 1 -> PROMPT: give exactly one of
+generate --ids 1,x -> --ids: '1,x' is not ids
+generate --prompt-file /missing -> --prompt-file: [Errno 2]
+generate --prompt-file {model} -> --prompt-file: [Errno 21] Is a directory
+generate --prompt-file {yaml} --prediction-file /missing -> --prediction-file: [Errno 2]
+generate hi --temperature -1 -> temperature: Input should be greater than or equal to 0
+generate hi --top-p 2 -> top_p: Input should be less than or equal to 1
+generate hi --min-p -1 -> min_p: Input should be greater than or equal to 0
+generate hi --repetition-penalty 0 -> repetition_penalty: Input should be greater than or equal to 0.01
+generate hi --max-new-tokens -1 -> max_new_tokens: -1 is outside
+generate hi --seed -1 -> seed: Input should be greater than or equal to 0
+generate hi --budget 300 -> budget: 300 is outside 0..256
+generate hi --logit-bias 5=1000 -> logit_bias
+generate hi --logit-bias five -> --logit-bias: is not ID=BIAS
+generate hi --address , -> address: names no HOST:PORT
+generate hi --no-such-option -> No such option: --no-such-option
+generate hi --address 127.0.0.1:1 -> 3: no server answers at 127.0.0.1:1; start one with `coppice up`
+chat --address nobody.invalid:1 -> 3: no server answers at nobody.invalid:1; start one
+adapter status --address 127.0.0.1:1 -> 3: no server answers at 127.0.0.1:1
+adapter status --plot x.gif -> x.gif does not end in .png or .svg
+adapter rollback --version -1 -> --version
+top --address 127.0.0.1:1 -> 3: no metrics at 127.0.0.1:1; start a server with `coppice up`, or name yours
+serve adviser -> No such command 'adviser'
+train head --kind hydra --data a=b --out x --target y -> --kind
+bench exact --head a=bigram,b -> --head
+bench exact --methods nonsense -> methods: 'nonsense' is not one of plain, route
+bench run --category cooking -> categories there: code, maths, story
+bench run --temperatures warm -> temperatures: 'warm' is not a list of numbers
+bench run --sessions 0 -> sessions: 0 is outside 1
+bench run --json /missing/x.json -> /missing/x.json cannot be written
+up --target /missing -> --target: /missing holds no model (no config.json)
+up /missing/model -> MODEL: /missing/model is neither a folder nor a name such as
+up {gguf}/m.gguf -> MODEL: {gguf}/m.gguf is a GGUF file of llama.cpp
+up {gguf} -> MODEL: {gguf}/m.gguf is a GGUF file of llama.cpp
+up {pickled} -> MODEL: {pickled} holds no model that is loaded (its weights are pickles
+up {yaml} -> MODEL: {yaml} holds no model
+up {model} --target {model} -> MODEL: is the same thing as --target
+up {model} --revision main -> revision: is a MODEL's of the Hub
+up {model} {model} -> unexpected extra argument
+up {model} --head a=b:/missing -> --head: 'b' is no kind; there are bigram, lookup
+up {model} --head small=lm:/missing -> --head: small: /missing holds no model
+up {model} --head small=lm -> --head: small: names no model folder: write NAME=KIND:DIR
+up {model} --head nameless -> --head: 'nameless' is neither NAME=KIND[:DIR] nor one of dspark-code
+up {model} --head a.b=lookup -> --head: the name 'a.b' must be 1 to 64 of
+up {model} --head a=bigram --head a=lookup -> --head: a is given twice
+up {target} --head small=lm:{words} -> head: small: {words}: its tokenizer is not the target's: they differ in token
+up {model} --port 70000 -> --port
+up {model} --port {free} --http-port {free} -> two of these services would listen on {free}
+up {model} --http-port {port} --ready-file {model}/ready -> orchestrator.http_port: 127.0.0.1:{port} cannot be used
+up {model} --dtype int4 -> --dtype: 'int4' is not one of float32, bfloat16
+up {model} --device tpu -> verifier.device: 'tpu' is no device here
+up {model} --device cuda:77 -> verifier.device
+up {model} --policy best -> --policy: 'best' is not one of plain, route
+up {model} --policy single:x -> --policy: there is no head 'x'; heads are bigram, lookup
+up {model} --budget 1000 -> --budget
+up {model} --threads 0 -> --threads
+up {model} --kv-tokens 0 -> --kv-tokens
+up {model} --max-tokens many -> --max-tokens
+up {model} --token é -> token: is not printable ASCII without spaces
+up {model} --name a,,b -> verifier.name: 'a,,b' is not names with commas between
+up {model} --chat-template /missing -> --chat-template
+up {model} --chat-template {yaml} -> chat-template: {model} has no tokenizer.json, so that no chats are served
+up {model} --verifiers 65 -> --verifiers
+up {model} --one-process --drafters 2 -> --one-process: serves each head once
+up {model} --adapt -> --adapt: no head can be adapted
+up {model} --log-dir {yaml} -> --log-dir
+up {model} --ready-file /missing/x -> ready-file: /missing/x: No such file or directory
+up {model} --config /missing.yaml -> config: no such file: /missing.yaml
+up {model} --config {list} -> config: {list} is not a mapping of sections
+up {model} --config {broken} -> config: {broken} is no YAML
+up {model} --config {yaml} -> unable to parse string as an integer (in {yaml})
+COPPICE_VERIFIER__KV_TOKENS=many up {model} -> verifier.kv_tokens: Input should be a valid integer
+COPPICE_VERIFIER__KV_TOKEN=1 up {model} -> no such setting; did you mean COPPICE_VERIFIER__KV_TOKENS?
+COPPICE_VERIFIER__NONSENSE=1 up {model} -> COPPICE_VERIFIER__NONSENSE: no such setting
+COPPICE_VERIFIER__DRAFTERS=look up {model} -> COPPICE_VERIFIER__DRAFTERS: is no JSON
+COPPICE_SERVER__PRODUCTION=true up some/model -> MODEL: some/model is no folder, and in production
+"""
+"""[VARIABLE=VALUE] COMMAND -> [EXIT CODE, else 2: ]what is said"""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """Folders and files that are no good, a target that is, and a port that is taken."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name in ("model", "gguf", "pickled", "words"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "gguf" / "config.json").unlink()
+    for file in ("gguf/m.gguf", "pickled/pytorch_model.bin"):
+        (folder / file).touch()
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "words" / "tokenizer.json"))
+    files = {"yaml": "verifier: {kv_tokens: many}", "list": "- a", "broken": "a: ["}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        ports = {"port": taken.getsockname()[1], "free": free.getsockname()[1]}
+        free.close()
+        yield {each.name: each for each in folder.iterdir()} | {"target": ROOT / "models/demo/target", **ports}
+
+
+@pytest.mark.parametrize("case", WRONG.strip().splitlines())
+def test_a_wrong_input_is_said_in_a_line_with_its_exit_code_and_starts_nothing(
+    case: str, places: dict[str, object], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("COPPICE_CONFIG", "")  # which --config sets
+    monkeypatch.setattr("coppice.stack.process.spawn", None)
+    line, said = case.format(**places).split(" -> ")
+    code, _, text = said.partition(": ") if said[:1].isdecimal() else ("2", "", said)
+    words = line.split()
+    if "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    if words[0] == "up":
+        words += [f"{option}=0" for option in ("--port", "--http-port") if option not in words]
+    ended, out, err = run(*words)
+    assert (ended, out, text in err) == (int(code), "", True), err
 
 
 def test_up_warns_of_a_head_that_does_not_pay(tmp_path: Path, run: Run) -> None:
@@ -143,11 +239,6 @@ def test_errors_have_their_exit_codes(run: Run, monkeypatch: pytest.MonkeyPatch)
     }.items():
         assert {exit_code(kind("a")) for kind in kinds} == {code}
     assert exit_code(errors.InvalidField("a", "b")) == 2
-    start = "start one with `coppice up`, or name yours with --address"
-    for line in ("generate hi 127.0.0.1:1", "adapter status 127.0.0.1:1", "chat 127.0.0.1:1", "chat nobody.invalid:1"):
-        *words, address = line.split()
-        refusal = f"coppice: no server answers at {address}; {start}\n"
-        assert run(*words, "--address", address) == (3, "", refusal)
 
     def missing(name: str) -> object:
         raise ModuleNotFoundError(f"No module named 'torch' for {name}", name="torch")
@@ -226,6 +317,10 @@ def test_prompts_without_room_are_named_before_the_first_answer(tmp_path: Path, 
     assert all(request.resume_ids for request in echo.requests)  # nothing was answered
     code, out, err = run("generate", "--prompt-file", str(file), "--skip-long")
     assert (code, out, err.count("left out")) == (0, "one\ntwo\n", 2)
+
+
+def test_the_page_of_settings_is_what_the_command_prints(run: Run) -> None:
+    assert run("settings") == (0, (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), "")
 
 
 @pytest.mark.parametrize("role", ROLES)

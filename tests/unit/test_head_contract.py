@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.config.sections import HEAD_KINDS, DrafterSettings
+from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.ngram import NgramHead
 from coppice.heads.registry import build_head
@@ -114,3 +115,12 @@ def test_a_head_that_breaks_the_contract_is_found(broken: type[NgramHead], model
 
     with pytest.raises((AssertionError, TreeError)):
         getattr(Contract(), f"test_{BROKEN[broken]}")()
+
+
+def test_a_packages_builder_that_raises_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(settings: DrafterSettings) -> Head:
+        raise FileNotFoundError(2, "No such file", "table.json")
+
+    monkeypatch.setattr("coppice.heads.registry.extension", lambda *_: build)
+    with pytest.raises(InvalidField, match=r"^drafter.kind: mine cannot be built: FileNotFoundError: .*table.json'$"):
+        build_head(DrafterSettings.model_construct(kind="mine"))

@@ -116,7 +116,7 @@ def test_a_folder_without_a_usable_config_is_a_usage_error(
 ) -> None:
     if config is not None:
         (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
-    for option, arguments in (("--target", [tmp_path]), ("--head", [target, "--head", f"x=lm:{tmp_path}"])):
+    for option, arguments in (("MODEL", [tmp_path]), ("--head", [target, "--head", f"x=lm:{tmp_path}"])):
         lines = up(*arguments)
         assert option in lines
         assert "holds no model" in lines
