@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
 SHELL  := /bin/bash
+IMAGE   = $(if $(REGISTRY),$(REGISTRY)/)coppice:$(VERSION)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
 .PHONY: help setup demo test nightly ray chart proof bench lint protos image clean
@@ -55,9 +56,10 @@ $(BIN)/.protoc: | setup
 	$(BIN)/protoc-env/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'
 	@touch $@
 
-image: ## build the images coppice:VERSION-cpu and -cuda (CPU_INDEX=URL of an index with CPU builds of torch)
-	docker build --target cpu --build-arg TORCH_INDEX=$(CPU_INDEX) --tag coppice:$(VERSION)-cpu .
-	docker build --target cuda --tag coppice:$(VERSION)-cuda .
+image: ## build the images coppice:VERSION-cpu and -cuda; REGISTRY=HOST/PATH pushes them (CPU_INDEX=URL of CPU builds of torch)
+	docker build --target cpu --build-arg TORCH_INDEX=$(CPU_INDEX) --tag $(IMAGE)-cpu .
+	docker build --target cuda --tag $(IMAGE)-cuda .
+	$(if $(REGISTRY),docker push $(IMAGE)-cpu && docker push $(IMAGE)-cuda)
 
 chart: setup ## render the Helm chart with every values file, check and run what it renders
 	$(BIN)/python -m pytest tests/chart

@@ -25,6 +25,7 @@ SERVE_PACKAGES = (
 """what a missing one means to people: the extra that brings it"""
 COMMANDS = {
     "up": ("coppice.commands.up", "Start verifiers, drafters and orchestrators here, until Ctrl-C."),
+    "fetch": ("coppice.commands.up", "Download a model from the Hugging Face Hub."),
     "top": ("coppice.commands.top", "Show what a running deployment does, from its pages of metrics."),
     "generate": ("coppice.commands.generate", "Answer a prompt, streaming the text."),
     "chat": ("coppice.commands.generate", "Talk with the target."),

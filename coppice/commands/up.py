@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -22,7 +23,7 @@ from typer import Option
 
 from coppice.commands.options import Heads, names, stack_spec
 from coppice.commands.top import Monitor
-from coppice.config.model import ends_line, text_ends, warning_of
+from coppice.config.model import ends_line, shared_shards, text_ends, warning_of
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
@@ -39,6 +40,7 @@ WATCH_S, POLL_S = 0.5, 0.2
 # and without Mistral's second copy of the weights.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 UNWANTED = ("*/*", "consolidated*")
+Part = Literal["all", "heads", "tokenizer"]
 
 
 def up(
@@ -166,7 +168,27 @@ def find_model(model: str | None, target: Path | None, revision: str | None) -> 
     return Path(model) if model else target, ""
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def fetch(
+    model: Annotated[str, typer.Argument(help="Its name on the Hugging Face Hub.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
+    part: Annotated[
+        Part, typer.Option(help="all, heads: what heads of this target read of it, tokenizer: no weights.")
+    ] = "all",
+    link: Annotated[Path | None, typer.Option(help="Name for the folder, made once it is whole.")] = None,
+) -> None:
+    """Download a model into the cache of HF_HOME, and print its folder."""
+    if link and link.is_dir() and not link.is_symlink():
+        raise InvalidField("link", f"{link} is a folder already")
+    folder = _fetch(model, revision, part)
+    if link:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        new = link.with_name(f".{link.name}.{os.getpid()}")
+        new.symlink_to(os.path.relpath(folder, link.parent))
+        folder = new.replace(link)
+    print(folder)
+
+
+def _fetch(model: str, revision: str | None, part: Part = "all") -> Path:
     """The folder of a snapshot; what the cache lacks of it is downloaded, with progress on stderr."""
     if load_settings([]).server.production:
         raise InvalidField("MODEL", f"{model} is no folder, and in production (server.production) nothing is fetched")
@@ -174,9 +196,10 @@ def _fetch(model: str, revision: str | None) -> Path:
 
     hub = constants.ENDPOINT
     try:
-        fetched = snapshot_download(
-            model, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
-        )
+        get = partial(snapshot_download, model, ignore_patterns=list(UNWANTED))
+        fetched = get(revision=revision, allow_patterns=list(WANTED if part == "all" else WANTED[1:]))
+        if part == "heads":
+            get(revision=Path(fetched).name, allow_patterns=list(shared_shards(fetched)))
     except errors.HFValidationError:
         reason = "is neither a folder nor a name such as Qwen/Qwen3-8B"
     except errors.GatedRepoError:
@@ -190,7 +213,7 @@ def _fetch(model: str, revision: str | None) -> Path:
     except Exception as error:  # of its HTTP client, which is not the same in all versions, and of the disk
         reason = f"could not be fetched from {hub}: {' '.join(str(error).split())}"
     else:
-        if any(Path(fetched).glob("*.safetensors")):
+        if part == "tokenizer" or any(Path(fetched).glob("*.safetensors")):
             return Path(fetched)
         reason = "has no weights as safetensors, and no others are loaded"
     raise InvalidField("MODEL", f"{model} {reason}")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
-from coppice.limits import MAX_STOP_IDS, MAX_TOKEN_ID, MAX_TREE_DEPTH, check_count
+from coppice.limits import BLOCK_SIZE, MAX_STOP_IDS, MAX_TOKEN_ID, MAX_TREE_DEPTH, check_count
 
 GIB = 2**30
 ACCEPTANCE = "acceptance"
@@ -26,6 +26,8 @@ RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
 KV_SHARE, LEAST_KV = 0.5, 1024
 """of what is free after the weights, as much may KV take whose size nobody chose; no fewer tokens"""
+DEVICE_SHARE = 0.9
+"""of a CUDA device that verifier.kv_tokens 0 fills with weights, heads and KV; the rest is for graphs and forwards"""
 _DEFAULT = VerifierSettings.model_fields["kv_tokens"].default
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -35,6 +37,9 @@ CONFIG, GENERATION, NESTED = "config.json", "generation_config.json", "text_conf
 TOKENIZER, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _EACH = {"architectures", "model_type", "transformers_version", "_name_or_path", "eos_token_id"}
 """what a configuration and the one in it may say each for itself"""
+EMBEDDINGS, OUTPUT = ("embed_tokens.weight", "wte.weight"), "lm_head.weight"
+"""how the names of a target's tensors end that heads share"""
+INDEX = "model.safetensors.index.json"
 _NO_LENGTH = int(1e30)  # model_max_length of a tokenizer that knows none
 
 
@@ -65,6 +70,12 @@ def check_model(setting: str, folder: str | Path | None, typed: bool = False) ->
     """Raise InvalidField, which names the setting, unless a folder holds a Hugging Face model."""
     if reason := why_no_model(folder, typed):
         raise InvalidField(setting, reason)
+
+
+def shared_shards(folder: str | Path) -> tuple[str, ...]:
+    """Patterns of the files whose tensors heads share, by a folder's index. Raises InvalidField."""
+    files: dict[str, str] = _read(folder, INDEX).get("weight_map") or {}
+    return tuple({file for name, file in files.items() if name.endswith((*EMBEDDINGS, OUTPUT))}) or ("*.safetensors",)
 
 
 def text_ends(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -216,16 +227,22 @@ class ModelSize:
             reason = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
             raise InvalidField("verifier.ranks", reason)
 
-    def fit_kv(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
-        """The KV tokens that a verifier gets: so many, and of the default number what KV_SHARE of the memory that the
-        weights leave can hold. Raises InvalidField, which says what would do, if a model and its KV need more than
-        there is.
+    def fit_kv(
+        self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1, heads: int = 0
+    ) -> int:
+        """The KV tokens that a verifier gets: so many; of the default number what KV_SHARE of the memory that the
+        weights leave can hold; for 0 all of that, on CUDA all that DEVICE_SHARE of the devices has left. Raises
+        InvalidField, which says what would do, if a model and its KV need more than there is.
 
         room: bytes free on each device; ranks on the CPU share its one memory. copies: verifiers that share all that.
+        heads: bytes of the heads beside the target.
         """
         on_cuda = device.startswith("cuda")
         usable = max(0.0, room - RESERVE) if on_cuda else room
         devices = ranks if on_cuda else 1
+        if kv_tokens == 0:
+            share = min(usable, DEVICE_SHARE * room) if on_cuda else room
+            return self._all_kv(devices * share / copies - self.weights - heads, 1.0 if on_cuda else KV_SHARE)
         share = KV_SHARE * (devices * usable / copies - self.weights)
         if kv_tokens == _DEFAULT and LEAST_KV * self.kv < share < kv_tokens * self.kv:
             return int(share / self.kv)
@@ -244,9 +261,26 @@ class ModelSize:
             "smaller target takes less",
         )
 
+    def _all_kv(self, left: float, share: float) -> int:
+        if not self.kv or share * left < LEAST_KV * self.kv:
+            reason = f"{left / GIB:.1f} GiB are left" if self.kv else "config.json does not tell what a token takes"
+            raise InvalidField("verifier.kv_tokens", f"0 takes what the device has left for KV, and {reason}")
+        return int(share * left / self.kv) // BLOCK_SIZE * BLOCK_SIZE
+
     def _ranks_for(self, devices: float) -> int:
         """The least number of ranks that share the key heads and have so many devices; 0 if there is none."""
         return next((ranks for ranks in range(ceil(devices), self.kv_heads + 1) if self.kv_heads % ranks == 0), 0)
+
+
+def head_bytes(drafters: Sequence[str], target: str | Path, dtype: str) -> int:
+    """Bytes of the heads NAME=KIND[:DIR] of a verifier's process: weights, KV of the default number of tokens, and the
+    target's embedding for those that have a folder.
+    """
+    folders = [folder for drafter in drafters if (folder := drafter.partition(":")[2])]
+    config = text_config(target) if folders else {}
+    embedding = config.get("vocab_size", 0) * config.get("hidden_size", 0) * (4 if dtype == "float32" else 2)
+    sizes = [ModelSize.of(folder, dtype) for folder in folders if (Path(folder) / CONFIG).is_file()]
+    return sum(size.weights + size.kv * _DEFAULT + embedding for size in sizes)
 
 
 def free_memory(device: str) -> float | None:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
-from coppice.machine import extensions
+from coppice.machine import Dtype, default_dtype, extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
@@ -128,8 +128,15 @@ class TorchSettings(Section):
     """Where and how a process computes."""
 
     device: str = Field("cpu", description="torch device, such as cpu or cuda:0")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and KV")
+    dtype: Dtype = Field(
+        "", validate_default=True, description="dtype of weights and KV; default: bfloat16 on CUDA, else float32"
+    )
     threads: int = Field(0, ge=0, le=1024, description="torch threads; 0 lets torch choose")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_by_device(cls, dtype: str, info: ValidationInfo) -> str:
+        return dtype or default_dtype(info.data.get("device", "cpu"))
 
 
 class VerifierSettings(TorchSettings):
@@ -140,7 +147,10 @@ class VerifierSettings(TorchSettings):
         "", description="what clients call the target, names with commas between; empty: the folder's name"
     )
     kv_tokens: int = Field(
-        65_536, gt=0, description="KV capacity, tokens; the default takes at most half of what the weights leave free"
+        65_536,
+        ge=0,
+        description="KV capacity, tokens; the default takes at most half of what the weights leave free, 0 all of that "
+        "half, on CUDA what weights and heads leave of 0.9 of the device",
     )
     prefix_cache: float = Field(
         1.0, ge=0, le=1, description="share of kv_tokens that may keep texts for a client's later requests; 0: none"

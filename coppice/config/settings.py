@@ -73,7 +73,6 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         frozen=True,
         extra="forbid",
-        nested_model_default_partial_update=True,
     )
 
     server: ServerSettings = ServerSettings()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import torch
@@ -74,7 +74,7 @@ def _quiet(folder: Path) -> Iterator[None]:
     """Errors become UnusableFolder in one line, and what transformers would log about tensors is left out."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(ERROR)
-    logging.disable_progress_bar()  # a log is no terminal
+    cast(Any, logging).disable_progress_bar()  # a log is no terminal
     try:
         yield
     except CoppiceError:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.config.model import check_model
+from coppice.config.model import EMBEDDINGS, OUTPUT, check_model
 from coppice.config.sections import HEADS
 from coppice.engine.engine import default_feature_layers
 from coppice.engine.modules import SIBLINGS
@@ -81,8 +81,7 @@ _SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """the values that are served of fields that most files of a block of masks leave out"""
 
-_TARGET_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", OUTPUT
 _NAMES = {"eagle3": ("layers.0.", "midlayer."), "specblock": ("input_layer.embed_tokens.", "embed_tokens.")}
 """how tensors' names begin in a file, and in the model: speculators' EAGLE-3 heads, and SpecBlock's embedding"""
 _OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight"}
@@ -111,7 +110,7 @@ class TargetParts:
         check_model("drafter.target", str(folder))
         config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         self.config = config.get_text_config()
-        embedding = _find_tensor(self._folder, _TARGET_EMBEDDINGS)
+        embedding = _find_tensor(self._folder, EMBEDDINGS)
         if embedding is None:
             raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
         self.embedding, self.vocab_size = embedding, len(embedding)

@@ -18,6 +18,7 @@ from coppice.config.model import (
     common_tokens,
     disagreements,
     free_memory,
+    head_bytes,
     text_ends,
     why_no_model,
 )
@@ -25,7 +26,7 @@ from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_k
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField, NotFound
 from coppice.limits import check_range
-from coppice.machine import Dtype, default_dtype, usable_cores
+from coppice.machine import Dtype, usable_cores
 from coppice.speculation.policy import Policy
 from coppice.stack.process import as_flags, environment, why_no_port
 
@@ -196,8 +197,8 @@ class StackSpec:
         device, cores = load_settings(flags).verifier.device, usable_cores()
         defaults: dict[str, dict[str, Any]] = {
             "server": {"port": DEFAULT_PORT},
-            "verifier": {"name": self.name, "dtype": default_dtype(device), "threads": cores},
-            "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
+            "verifier": {"name": self.name, "threads": cores},
+            "drafter": {"device": device, "threads": max(1, cores // 2)},
             "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
         }
         return load_settings(flags, defaults)
@@ -256,9 +257,11 @@ def check_target(spec: StackSpec, settings: Settings) -> int:
         memory: float | None = torch.cuda.get_device_properties(verifier.device).total_memory
     else:
         memory = free_memory(verifier.device)
-    if memory is None:
+    if memory is None and kv_tokens:
         return kv_tokens
-    return size.fit_kv(kv_tokens, verifier.device, memory, ranks=ranks, copies=spec.verifiers)
+    beside = [str(head) for head in spec.heads if spec.one_process]
+    heads = head_bytes(beside, spec.target, verifier.dtype)
+    return size.fit_kv(kv_tokens, verifier.device, memory or 0.0, ranks=ranks, copies=spec.verifiers, heads=heads)
 
 
 def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[str]:

@@ -155,6 +155,7 @@ class TargetDescription:
     """What a verifier serves; `repetition_penalty` is that of sessions that set none."""
 
     name: Name
+    """what clients may call it, with commas between; the first is shown"""
     vocab_size: Annotated[int, Within(1, limits.MAX_TOKEN_ID + 1)]
     max_len: Annotated[int, Within(1, limits.MAX_CONTEXT)]
     layers: Annotated[int, Within(1, limits.MAX_LAYERS)]

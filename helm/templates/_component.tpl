@@ -15,6 +15,9 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
 {{- $values := include "coppice.values" (list $root .values .component) | fromYaml }}
 {{- if eq .role "adapter" }}{{ $_ := unset $values "autoscaling" }}{{ end }}
 {{- $role := index (include "coppice.roles" $root | fromYaml) .role }}
+{{- if $root.Values.models.cache.enabled }} {{- /* the Job fetches */}}
+{{- $local := list }}{{ range .weights }}{{ $local = append $local (omit . "hub") }}{{ end }}{{ $_ := set . "weights" $local }}
+{{- end }}
 {{- $name := printf "%s-%s" (include "coppice.name" $root) .component }}
 {{- $tls := $root.Values.tls.enabled | ternary (dict "ca" "/tls/ca.crt" "cert" "/tls/tls.crt" "key" "/tls/tls.key") dict }}
 {{- $server := dict "host" "0.0.0.0" "port" $role.port "health_port" 8081 "metrics_port" 9090 "log_json" true "production" true "grace_s" 90 }}
@@ -57,6 +60,7 @@ spec:
       labels:
         {{- include "coppice.labels" $root | nindent 8 }}
         {{- $labels | nindent 8 }}
+        {{- with $values.podLabels }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- with $values.podAnnotations }}
       annotations: {{ toYaml . | nindent 8 }}
       {{- end }}

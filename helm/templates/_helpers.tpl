@@ -1,6 +1,6 @@
-{{/* What every object's name begins with: the release's, of a long one 21 letters and a hash. */}}
+{{/* What every object's name begins with: nameOverride or the release's, of a long one 21 letters and a hash. */}}
 {{- define "coppice.name" -}}
-{{- $name := .Release.Name }}
+{{- $name := .Values.nameOverride | default .Release.Name }}
 {{- le (len $name) 30 | ternary $name (printf "%s-%s" ($name | trunc 21 | trimSuffix "-") (sha256sum $name | trunc 8)) }}
 {{- end }}
 
@@ -26,9 +26,17 @@ adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50
 redis: {port: {{ .Values.redis.port }}}
 {{- end }}
 
-{{/* Kinds of heads that read the target's features. */}}
+{{/* Kinds of heads that read the target's features, those of plug-ins among them. */}}
 {{- define "coppice.featureKinds" -}}
-[eagle3, specblock, dflash, jetspec, dspark]
+{{- $kinds := list "eagle3" "specblock" "dflash" "jetspec" "dspark" }}
+{{- range $kind, $has := .Values.plugins }}{{ if $has.features }}{{ $kinds = append $kinds $kind }}{{ end }}{{ end }}
+{{- toJson $kinds }}
+{{- end }}
+
+{{/* Fail over a head whose kind neither Coppice has nor `plugins`: (list ROOT HEAD). */}}
+{{- define "coppice.checkKind" -}}
+{{- $head := index . 1 }}{{ $kinds := concat (list "bigram" "lookup" "lm") (include "coppice.featureKinds" (index . 0) | fromJsonArray) (keys (index . 0).Values.plugins) }}
+{{- if not (has $head.kind $kinds) }}{{ fail (printf "head %s: %s is no kind; there are %s" $head.name $head.kind (uniq $kinds | sortAlpha | join ", ")) }}{{ end }}
 {{- end }}
 
 {{/* Every replica of every head, NAME=PLACE, of those in the verifiers' processes first: (list ROOT ADAPTED), the latter
@@ -84,6 +92,11 @@ ranks: {{ $gpus }}
 {{- end }}
 {{- end }}
 
+{{/* What clients call the target, with commas between. */}}
+{{- define "coppice.targetName" -}}
+{{- with .Values.target.name | default .Values.target.hub }}{{ kindIs "slice" . | ternary . (list .) | join "," }}{{ end }}
+{{- end }}
+
 {{/* Where the replicas of a component are found: (list ROOT COMPONENT ROLE). */}}
 {{- define "coppice.place" -}}
 {{- $root := index . 0 }}
@@ -121,13 +134,35 @@ ranks: {{ $gpus }}
 
 {{/* The image: (list ROOT GPUS). */}}
 {{- define "coppice.image" -}}
-{{- $root := index . 0 }}{{ $image := $root.Values.image }}
-{{- $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}-{{ index . 1 | ternary "cuda" "cpu" }}
+{{- $root := index . 0 }}{{ $image := $root.Values.image }}{{ $variant := index . 1 | ternary "cuda" "cpu" }}
+{{- with $image.registry }}{{ . }}/{{ end }}{{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}-{{ $variant }}
+{{- with get $image.digest $variant }}@{{ . }}{{ end }}
+{{- end }}
+
+{{/* What a component's values say of its pod that the chart says nothing of; affinity, runtimeClassName and so on. */}}
+{{- define "coppice.podValues" -}}
+{{- with pick . "affinity" "nodeSelector" "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- range $key, $value := . }}{{ if $value }}
+{{ $key }}: {{ toJson $value }}
+{{- end }}{{ end }}
+{{- end }}
+{{- if or .gpu .tolerations }}
+tolerations:
+  {{- if .gpu }}
+  - {key: {{ .gpuResource }}, operator: Exists, effect: NoSchedule}
+  {{- end }}
+  {{- with .tolerations }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The ports of DNS, as a list for egress. */}}
+{{- define "coppice.dns" -}}
+[{port: 53, protocol: UDP}, {port: 53, protocol: TCP}{{ range .Values.networkPolicy.dnsPorts }}, {port: {{ . }}, protocol: UDP}, {port: {{ . }}, protocol: TCP}{{ end }}]
 {{- end }}
 
 {{/* Who a pod is and what it may do; every container adds coppice.container. */}}
 {{- define "coppice.pod" -}}
-serviceAccountName: {{ include "coppice.name" . }}
+serviceAccountName: {{ .Values.serviceAccount.name | default (include "coppice.name" .) }}
 automountServiceAccountToken: false
 enableServiceLinks: false # COPPICE_... variables that are no settings are errors
 securityContext:

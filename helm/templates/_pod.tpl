@@ -14,19 +14,12 @@ topologySpreadConstraints: # replicas on different nodes where that is possible
       matchLabels:
         {{- include "coppice.selector" $root | nindent 8 }}
         {{- include "coppice.componentLabels" $component | nindent 8 }}
-{{- with $values.nodeSelector }}
-nodeSelector: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- if or $values.gpu $values.tolerations }}
-tolerations:
-  {{- if $values.gpu }}
-  - {key: {{ $values.gpuResource }}, operator: Exists, effect: NoSchedule}
-  {{- end }}
-  {{- with $values.tolerations }}{{ toYaml . | nindent 2 }}{{ end }}
-{{- end }}
-{{- if or $fetched (eq $component.role "orchestrator") }}
+{{- include "coppice.podValues" $values }}
+{{- $cached := and $component.weights $models.cache.enabled }}
+{{- if or $fetched $cached (eq $component.role "orchestrator") }}
 initContainers:
-  {{- include "coppice.fetch" (list $root $fetched $image) | nindent 2 }}
+  {{- include "coppice.fetch" (list $root $fetched $image $values) | nindent 2 }}
+  {{- if $cached }}{{ include "coppice.waitForModels" (list $root $image) | nindent 2 }}{{ end }}
   {{- if eq $component.role "orchestrator" }}
   - name: wait # it gives up after 30 s without a verifier, which may take minutes to load
     image: {{ $image }}
@@ -41,12 +34,19 @@ containers:
     image: {{ $image }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     command: [python, -m, {{ .role.module }}]
+    {{- with $values.extraArgs }}
+    args: {{ toJson . }}
+    {{- end }}
     env:
       {{- range $variable, $value := .variables }}
       - {name: {{ $variable }}, value: {{ quote $value }}}
       {{- end }}
       - {name: COPPICE_SERVER__ADVERTISE, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
       {{- with $component.redis }}{{ include "coppice.redis" (prepend . $root) | nindent 6 }}{{ end }}
+      {{- with $values.env }}{{ toYaml . | nindent 6 }}{{ end }}
+    {{- with $values.envFrom }}
+    envFrom: {{ toYaml . | nindent 6 }}
+    {{- end }}
     ports:
       - {name: grpc, containerPort: {{ .role.port }}}
       - {name: health, containerPort: 8081}
@@ -81,7 +81,7 @@ containers:
       {{- if gt (int $values.gpu) 1 }}
       - {name: shm, mountPath: /dev/shm}
       {{- end }}
-      {{- if and $component.weights (or $models.claim $fetched) }}
+      {{- if and $component.weights (or $models.claim $models.cache.enabled $fetched) }}
       - {name: models, mountPath: /models, readOnly: true}
       {{- end }}
       {{- if $root.Values.tls.enabled }}
@@ -93,6 +93,7 @@ containers:
       {{- if $values.storage }}
       - {name: versions, mountPath: /versions}
       {{- end }}
+      {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 6 }}{{ end }}
 volumes:
   - {{ include "coppice.tmp" . }}
   {{- if gt (int $values.gpu) 1 }}
@@ -100,8 +101,8 @@ volumes:
   {{- end }}
   {{- if $fetched }}
   - {name: models, emptyDir: {sizeLimit: {{ $models.size }}}}
-  {{- else if and $component.weights $models.claim }}
-  - {name: models, persistentVolumeClaim: {claimName: {{ $models.claim }}, readOnly: true}}
+  {{- else if and $component.weights (or $models.claim $models.cache.enabled) }}
+  - {name: models, persistentVolumeClaim: {claimName: {{ include "coppice.modelsClaim" $root }}, readOnly: true}}
   {{- end }}
   {{- if $root.Values.tls.enabled }}
   - {name: tls, secret: {secretName: {{ include "coppice.tlsSecret" (list $root $component.role) }}, defaultMode: 0440}}
@@ -112,34 +113,71 @@ volumes:
   {{- with $values.storage }}
   - {name: versions, persistentVolumeClaim: {claimName: {{ .claim | default $.name }}}}
   {{- end }}
+  {{- with $values.extraVolumes }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 
-{{/* Those weights that come from the hub: (list ROOT WEIGHTS). */}}
+{{/* Those weights that a pod itself fetches from the hub: (list ROOT WEIGHTS). */}}
 {{- define "coppice.fetched" -}}
-{{- $fetched := list }}
+{{- $fetched := list }}{{ $models := (index . 0).Values.models }}
 {{- range index . 1 }}{{ if .hub }}{{ $fetched = append $fetched . }}{{ end }}{{ end }}
-{{- if and $fetched (index . 0).Values.models.claim }}{{ fail "models.claim and hub exclude each other: the volume is mounted read-only" }}{{ end }}
+{{- if and $fetched $models.claim }}{{ fail "models.claim and hub exclude each other without models.cache.enabled: the volume is mounted read-only" }}{{ end }}
 {{- toYaml $fetched }}
 {{- end }}
 
-{{/* Init containers that fetch them: (list ROOT FETCHED IMAGE). */}}
+{{/* All that models.yaml downloads: the weights of every component that the hub has. */}}
+{{- define "coppice.downloads" -}}
+{{- $downloads := list }}
+{{- range concat (list .Values.target) .Values.verifier.drafters .Values.drafters }}
+{{- if .hub }}{{ $downloads = append $downloads (pick . "hub" "path" "revision") }}{{ end }}
+{{- end }}
+{{- toYaml (uniq $downloads) }}
+{{- end }}
+
+{{/* The container that waits for the Job of models.yaml: (list ROOT IMAGE). */}}
+{{- define "coppice.waitForModels" -}}
+- name: wait-for-models
+  image: {{ index . 1 }}
+  imagePullPolicy: {{ (index . 0).Values.image.pullPolicy }}
+  command: [sh, -c, 'until test -e "$0"; do sleep 2; done', {{ include "coppice.fetchedMark" (index . 0) }}]
+  {{- include "coppice.small" . | nindent 2 }}
+  {{- include "coppice.container" . | nindent 2 }}
+  volumeMounts: [{name: models, mountPath: /models, readOnly: true}]
+{{- end }}
+
+{{/* The file that says that all of them are there, and the claim that holds them. */}}
+{{- define "coppice.fetchedMark" -}}
+/models/.fetched-{{ include "coppice.downloads" . | sha256sum | trunc 12 }}
+{{- end }}
+{{- define "coppice.modelsClaim" -}}
+{{ .Values.models.claim | default (printf "%s-models" (include "coppice.name" .)) }}
+{{- end }}
+
+{{/* Containers that fetch them into the volume `models`: (list ROOT FETCHED IMAGE VALUES), the last for env. */}}
 {{- define "coppice.fetch" -}}
 {{- $root := index . 0 }}
 {{- range $number, $each := index . 1 }}
 - name: fetch-{{ $number }}
   image: {{ index $ 2 }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [hf, download, {{ quote .hub }}, --local-dir, {{ quote .path }}]
-  {{- with concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) }}
-  args: {{ toJson . }}
+  command: [coppice, fetch, {{ quote .hub }}, --link, {{ quote .path }}, --part, {{ .part | default "all" }}]
+  {{- with .revision }}
+  args: [--revision, {{ quote . }}]
   {{- end }}
-  {{- with $root.Values.models.tokenSecret }}
   env:
+    - {name: HF_HOME, value: /models/.hub}
+    {{- with $root.Values.models.tokenSecret }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+    {{- end }}
+    {{- with (index $ 3).env }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with (index $ 3).envFrom }}
+  envFrom: {{ toYaml . | nindent 4 }}
   {{- end }}
   {{- include "coppice.small" $root | nindent 2 }}
   {{- include "coppice.container" $root | nindent 2 }}
-  volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: models, mountPath: /models}
+    {{- with (index $ 3).extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end }}
 {{- end }}
 

@@ -119,5 +119,5 @@ spec:
     {{- with dig "telemetry" "otlp_endpoint" "" $root.Values.settings }}
     - ports: [{port: {{ splitList ":" . | last }}}] # the collector of traces
     {{- end }}
-    - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+    - ports: {{ include "coppice.dns" $root }}
 {{- end }}

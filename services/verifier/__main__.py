@@ -27,11 +27,10 @@ def _named(settings: Settings) -> Settings:
 def heads_beside(settings: Settings) -> dict[str, Settings]:
     """The settings of each head of `verifier.drafters`, by its name.
 
-    They are section drafter's; where that has defaults, a head computes where and as the target does, with as many
-    threads.
+    They are section drafter's; where that is silent, a head computes where and as the target does.
     """
     placed = {name: getattr(settings.verifier, name) for name in ("device", "dtype", "target")}
-    given = {name: value for name, value in settings.drafter if value != DrafterSettings.model_fields[name].default}
+    given = settings.drafter.model_dump(include=settings.drafter.model_fields_set)
     heads = {}
     for drafter in settings.verifier.drafters:
         name, _, head = drafter.partition("=")

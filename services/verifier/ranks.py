@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from coppice.config.model import ModelSize, free_memory
+from coppice.config.model import ModelSize, free_memory, head_bytes
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import Settings
 from coppice.engine.engine import Engine
@@ -163,9 +163,10 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
     if settings.device.startswith("cuda"):
         # Of no other device: to ask for its memory takes some of it.
         room = float(torch.cuda.mem_get_info((torch.device(settings.device).index or 0) + rank)[0])
-    if room is None:
+    if room is None and settings.kv_tokens:
         return settings
-    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room, ranks=ranks)
+    heads = head_bytes(settings.drafters, settings.target, settings.dtype)
+    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room or 0.0, ranks=ranks, heads=heads)
     return settings.model_copy(update={"kv_tokens": kv_tokens})
 
 

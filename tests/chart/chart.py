@@ -73,7 +73,7 @@ def of_kind(found: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any
 
 def pods(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Pods and templates of pods, {metadata, spec}, by what they belong to."""
-    templates = {name: each["spec"]["template"] for name, each in of_kind(found, "Deployment").items()}
+    templates = {name: each["spec"]["template"] for name, each in of_kind(found, "Deployment", "Job").items()}
     for name, service in of_kind(found, "RayService").items():
         cluster = service["spec"]["rayClusterConfig"]
         templates[f"{name}-ray-head"] = cluster["headGroupSpec"]["template"]

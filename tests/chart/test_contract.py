@@ -101,13 +101,13 @@ def test_a_service_is_told_settings_that_it_knows_and_has_the_time_to_start_and_
         assert pod["spec"]["terminationGracePeriodSeconds"] >= drain_s
 
 
-@pytest.mark.parametrize("require", [True, False, "True", "false"])
+@pytest.mark.parametrize("require", [True, False])
 @pytest.mark.parametrize("for_all", [True, False])
 def test_where_clients_need_certificates_readiness_is_asked_in_plaintext(require: object, for_all: bool) -> None:
     settings = {"settings": {"tls": {"require": require}}}
     values = {"tls": {"enabled": True}, **(settings if for_all else {"orchestrator": settings})}
     probe = container_of(deployed(values)["coppice-orchestrator"]["spec"]["template"])["readinessProbe"]
-    assert ("grpc" in probe, "httpGet" in probe) == ((False, True) if require in (False, "false") else (True, False))
+    assert ("grpc" in probe, "httpGet" in probe) == (require, not require)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -128,7 +128,7 @@ def test_a_pod_may_do_and_take_no_more_than_it_needs(name: str) -> None:
             resources = container["resources"]
             assert {"cpu", "memory"} <= resources["requests"].keys(), (where, container["name"])
             assert "memory" in resources["limits"], (where, container["name"])
-            assert re.fullmatch(r".+:\d+\.\d+\.\d+(-\w+)?", container["image"])
+            assert re.fullmatch(r".+:\d+\.\d+\.\d+(-\w+)?(@sha256:0{64})?", container["image"])
             for each in container.get("env", []):  # secrets are named and never written
                 if re.search(r"TOKEN$|PASSWORD|__REDIS$", each["name"]):
                     assert "secretKeyRef" in each.get("valueFrom", {}) or "$(REDIS_PASSWORD)" in each["value"]
@@ -180,7 +180,7 @@ def test_gpus_are_limited_tolerated_and_never_doubled_and_what_is_scaled_has_no_
         assert device in ([], ["cuda" if gpus else "cpu"])
         devices.update(device)
         if not container["image"].startswith("redis"):
-            assert container["image"].endswith("-cuda" if gpus else "-cpu")
+            assert container["image"].partition("@")[0].endswith("-cuda" if gpus else "-cpu")
         if gpus:
             assert "nvidia.com/gpu" in [each.get("key") for each in pod["spec"]["tolerations"]]
             strategy = deployment["spec"]["strategy"]
@@ -189,7 +189,7 @@ def test_gpus_are_limited_tolerated_and_never_doubled_and_what_is_scaled_has_no_
     scaled = of_kind(objects(name), "HorizontalPodAutoscaler", "ScaledObject")
     targets = {each["spec"]["scaleTargetRef"]["name"] for each in scaled.values()}
     assert {where for where, each in deployments.items() if "replicas" not in each["spec"]} == targets
-    assert bool(targets) == (name not in ("cpu", "one-gpu"))
+    assert bool(targets) == (name not in ("cpu", "one-gpu", "hub", "day"))
 
 
 def test_zero_and_false_are_kept() -> None:
@@ -265,6 +265,17 @@ def test_every_kind_of_head_has_a_pool_or_lives_in_the_verifiers_process(
         assert head.verifiers == ([place] if kind in FEATURE_KINDS else [])
         assert orchestrator.orchestrator.heads == [f"a={place}"]
         assert bool(orchestrator.directory.redis) == (discovery == "redis")
+
+
+def test_a_plug_ins_head_has_what_it_reads_under_a_name_of_the_operators() -> None:
+    head = {"name": "mine", "kind": "linear", "path": "/models/mine"}
+    for features in (False, True):
+        values = {"nameOverride": "llm", "plugins": {"linear": {"features": features}}, "drafters": [head]}
+        found = deployed(values)
+        assert set(found) == {f"llm-{name}" for name in ("drafter-mine", "orchestrator", "verifier")}
+        variables = environment(container_of(found["llm-drafter-mine"]["spec"]["template"]))
+        assert variables["COPPICE_DRAFTER__KIND"] == "linear"
+        assert ("COPPICE_DRAFTER__TARGET" in variables) == features
 
 
 def test_a_head_of_the_verifiers_process_is_fetched_and_trained() -> None:
@@ -368,7 +379,7 @@ def test_every_metric_that_is_asked_for_exists_and_scaling_asks_about_what_is_wa
 
 # --- who may call whom: exactly the calls that the services' settings make them make ---
 
-DNS = 53
+DNS = {53, 5353}
 HOST_PORT = re.compile(r"(?:dns:|@|//|^)([a-z][a-z0-9-]*):([0-9]+)")
 Call = tuple[str, str, int]
 """Who calls, who is called, at which port; ends outside the release are called by what a policy says of them"""
@@ -405,7 +416,7 @@ def allowed(found: list[dict[str, Any]], way: str) -> set[Call]:
         assert any(way in policy["policyTypes"] for policy in policies(found, pod)), f"{name} is open"
         for rule in [rule for policy in policies(found, pod) for rule in policy.get(way.lower()) or []]:
             others = peers(found, rule.get("from" if way == "Ingress" else "to"))
-            for port, other in product({each["port"] for each in rule["ports"]} - {DNS}, others):
+            for port, other in product({each["port"] for each in rule["ports"]} - DNS, others):
                 calls.add((other, name, port) if way == "Ingress" else (name, other, port))
     return calls
 
@@ -473,7 +484,7 @@ def test_everybody_but_redis_may_ask_dns() -> None:
     for pod in pods(found).values():
         rules = [rule for policy in policies(found, pod) for rule in policy.get("egress") or []]
         asks = {port["port"] for rule in rules for port in rule["ports"]}
-        assert (DNS in asks) == (component(pod) != "redis")
+        assert (53 in asks) == (component(pod) != "redis")
 
 
 def test_two_releases_in_a_namespace_do_not_see_each_other() -> None:

@@ -35,6 +35,7 @@ FILES_AT_THE_TOP = 8
 MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
+GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
     "Python outside tests": 31_129,
     "of it lab": 3_845,
@@ -132,7 +133,9 @@ def sizes() -> dict[str, int]:
     """The repository's sizes, by what the ratchet calls them."""
     product = tracked("*.py", ":!tests")
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in tracked("*.py")}
-    words = [len(file.read_text(encoding="utf-8").split()) for file in tracked("docs/*.md", "README.md")]
+    words = [
+        len(file.read_text(encoding="utf-8").split()) for file in tracked("docs/*.md", "README.md", f":!{GENERATED}")
+    ]
     return {
         "Python outside tests": sum(lines[file] for file in product),
         "of it lab": sum(lines[file] for file in tracked("lab/*.py")),

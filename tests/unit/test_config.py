@@ -78,6 +78,9 @@ def test_a_launchers_defaults_hold_where_nobody_says_anything(tmp_path: Path, mo
     settings = load_settings(config, {"verifier": {"threads": 8, "dtype": "bfloat16"}}).verifier
     assert (settings.threads, settings.dtype) == (1, "bfloat16")
     assert load_settings([]).verifier.dtype == "float32"
+    monkeypatch.setenv("COPPICE_VERIFIER__DEVICE", "cuda:1")
+    assert load_settings([]).verifier.dtype == "bfloat16"
+    assert load_settings(["--verifier.dtype", "float32"]).verifier.dtype == "float32"
 
 
 def ways(name: str, value: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Settings]]:

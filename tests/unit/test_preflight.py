@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.cli import main
 from coppice.commands.doctor import find
-from coppice.config.model import GIB, ModelSize, disagreements, ends_line, text_ends
+from coppice.config.model import GIB, ModelSize, disagreements, ends_line, head_bytes, text_config, text_ends
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.stack import spec as spec_module
@@ -83,21 +83,34 @@ def test_the_need_is_the_models_own(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "room", "ranks", "tokens"),
+    ("device", "room", "ranks", "tokens", "most"),
     [
-        ("cpu", 100, 1, 65_536),
-        ("cpu", 8, 1, 16_384),  # half of the 4 GiB beside the weights
-        ("cuda", 10, 1, 16_384),  # 2 GiB are a forward's
-        ("cuda", 6, 2, 16_384),
+        ("cpu", 100, 1, 65_536, 393_216),
+        ("cpu", 8, 1, 16_384, 16_384),  # half of the 4 GiB beside the weights
+        ("cuda", 10, 1, 16_384, 32_768),  # 2 GiB are a forward's
+        ("cuda", 80, 1, 65_536, 68 * 8192),  # 0.9 of it
+        ("cuda", 6, 2, 16_384, 32_768),
     ],
 )
 def test_kv_that_nobody_sizes_takes_half_of_what_the_weights_leave(
-    device: str, room: int, ranks: int, tokens: int
+    device: str, room: int, ranks: int, tokens: int, most: int
 ) -> None:
     size = ModelSize(weights=4 * GIB, kv=128 * 1024, kv_heads=8)
     assert size.fit_kv(65_536, device, room * GIB, ranks=ranks) == tokens
     assert size.fit_kv(512, device, room * GIB, ranks=ranks) == 512
     assert ModelSize(0, 0, 0).fit_kv(65_536, device, 0) == 65_536  # its shape is not known
+    assert size.fit_kv(0, device, room * GIB, ranks=ranks) == most
+    assert size.fit_kv(0, device, room * GIB, ranks=ranks, heads=2 * GIB) < most
+    for hopeless in (ModelSize(0, 0, 0), replace(size, weights=room * ranks * GIB)):
+        with pytest.raises(InvalidField, match=r"verifier.kv_tokens: 0 takes what the device has left for KV, and"):
+            hopeless.fit_kv(0, device, room * GIB, ranks=ranks)
+
+
+def test_heads_beside_a_target_take_their_weights_and_its_embedding(target: Path) -> None:
+    size, folder = ModelSize.of(target, "bfloat16"), text_config(target)
+    embedding = 2 * folder["vocab_size"] * folder["hidden_size"]
+    heads = ["own=lookup", f"small=lm:{target}"]
+    assert head_bytes(heads, target, "bfloat16") == size.weights + 65_536 * size.kv + embedding
 
 
 def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
