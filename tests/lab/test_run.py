@@ -52,7 +52,7 @@ def test_methods_are_policies_heads_and_peers() -> None:
         (HF_ASSISTED, HEADS[:3], 1, "needs a head of kind lm"),
         (HF_GENERATE, HEADS, 2, "one prompt at a time"),
         ("best", HEADS, 1, "'best' is not one of"),
-        ("route:a/x", HEADS, 1, "'route:a/x': there is no head 'x'"),
+        ("route:a/x", HEADS, 1, "there is no head 'x'; heads are a, b"),
     ],
 )
 def test_a_method_this_stack_cannot_run_is_named(

@@ -320,7 +320,7 @@ def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
 
 CALLS: dict[int, list[tuple[str, Any]]] = {
     200: [
-        *((path, None) for path in ("/health", "/ready", "/version", "/v1/models", "/v1/models/target")),
+        *((path, None) for path in ("/health", "/ready", "/version", "/v1/models", "/v1/models/coppice-demo")),
         *((path, None) for path in ("/openapi.json", "/docs", "/metrics")),
         ("/tokenize", {"messages": CHAT}),
         ("/detokenize", {"tokens": [5, 6]}),

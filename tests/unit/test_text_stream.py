@@ -277,7 +277,8 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
 
 def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any]) -> dict[str, Any]:
     """The body of an answer."""
-    served: Any = SimpleNamespace(target=SimpleNamespace(name="", eos_ids=(0,)), token_bytes=made(family)[1])
+    target = SimpleNamespace(name="", names=("",), eos_ids=(0,))
+    served: Any = SimpleNamespace(target=target, token_bytes=made(family)[1])
 
     async def all_events() -> AsyncGenerator[tuple[int, Any], None]:
         for event in [*events, Finished("length", 1, 1, [], [], [])]:
