@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coppice.stack import process
+from coppice.stack.launch import IMPORTS
 from coppice.stack.redis_server import LocalRedis
 from tests import fork_server
 from tests.certificates import Authority
@@ -18,8 +19,8 @@ from tests.processes import Service, StartService
 # Two workers with two threads each on two cores wait for one another most of the time: a test took four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# A fork of a process that has imported torch is a process like any other, seconds sooner.
-process.spawn = fork_server.spawn  # type: ignore[assignment]
+process.fork = fork_server.fork
+process.start_fork_server(IMPORTS)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

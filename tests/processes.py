@@ -43,7 +43,7 @@ class Service:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
         environment |= variables
         arguments = ["--server.ready_file", str(ready), "--server.grace_s", "5", *flags]
-        self.process = fork_server.spawn(module, arguments, self.log_path, environment)
+        self.process = fork_server.fork(module, arguments, self.log_path, environment)
         until = time.monotonic() + ready_s
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > until:

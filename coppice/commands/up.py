@@ -249,6 +249,7 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
                 _partial(ready_file).touch()  # an impossible path is known before anything loads
             except OSError as error:
                 raise InvalidField("ready-file", f"{ready_file}: {error.strerror}") from None
+        stack.prepare()
         orchestrator = stack.spec.extra.get("orchestrator", {})
         for warning in target_warnings(stack.spec.target, orchestrator.get("orchestrator.target")):
             _warn(warning)

@@ -1,4 +1,4 @@
-"""Runs a module as a child that ends with its parent: `python -m coppice.stack.child MODULE ARGUMENTS...`.
+"""Runs a module as a child that ends with its parent: `python -m coppice.stack.child MODULE ARGUMENTS...`, or a fork.
 
 The parent holds the other end of this process's standard input; when it ends, however it ends, the pipe closes and the
 child stops as on SIGTERM. Linux' PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the child ends,
@@ -7,12 +7,17 @@ and to set it from outside takes code between fork and exec, which is unsafe in 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import runpy
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 ORPHAN_GRACE_S = 10.0
 OPENMP_SPINS = "50000"
@@ -44,6 +49,29 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(ended.code)
+
+
+def become(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], stdin: Connection) -> None:
+    """Turn a fork of the fork server into what `python -m coppice.stack.child` would be with this environment."""
+    gc.freeze()  # a collection would touch, and so copy, every page that is shared with the server
+    os.setpgrp()
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.dup2(stdin.fileno(), 0)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.argv = [__name__, module, *arguments]
+    _show([sys.executable, "-m", *sys.argv])
+    main()
+
+
+def _show(command: Sequence[str]) -> None:
+    """Let `ps` show a command, as far as it fits into the place of the fork server's."""
+    start, end = map(int, Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:47])
+    ctypes.memmove(start, "\0".join(command).encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
-from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, reserve
+from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, reserve, start_fork_server
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HTTP_PORT, PORTS, HeadSpec, StackSpec, checkout, module_of, preflight
 
@@ -21,6 +21,9 @@ MODULES = {
     "orchestrator": module_of("orchestrator"),
     "adapter": module_of("services.adapter"),
 }
+_LATE = (module_of("orchestrator.http.server"), "transformers.models.llama.modeling_llama")
+IMPORTS = (*(f"{module}.service" for module in MODULES.values()), *_LATE)
+"""what takes services seconds to import"""
 STOP_GRACE_S = 15.0
 ANSWERS_S = 5
 """how long running answers have when a whole stack is stopped"""
@@ -67,7 +70,7 @@ class Stack:
         self._modules, self._via, self._ready_s = modules, via, ready_s
         self._held = contextlib.ExitStack()  # log folder and Redis, and the ports of processes, while one is dead, too
         self._flags: dict[str, Any] = {}  # of every process
-        self._deadline = 0.0
+        self._deadline, self._kv_tokens = 0.0, -1
 
     def __enter__(self) -> Self:
         try:
@@ -80,19 +83,25 @@ class Stack:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
+    def prepare(self) -> None:
+        """Begin to import what the services need. Raises InvalidField for what `preflight` finds."""
+        self._kv_tokens = preflight(self.spec, self.settings)
+        start_fork_server(IMPORTS)
+
     def start(self) -> None:
         """Start everything and wait until it is healthy.
 
-        Raises InvalidField for what `preflight` finds, and ProcessFailed; call `stop` then too.
+        Raises what `prepare` does unless that was called, and ProcessFailed; call `stop` then too.
         """
         spec = self.spec
-        kv_tokens = preflight(spec, self.settings)
+        if self._kv_tokens < 0:
+            self.prepare()
         if self.log_dir is None:
             self.log_dir = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._deadline = time.monotonic() + self._ready_s
         self._flags = {"server.grace_s": ANSWERS_S, **spec.flags(self.settings), **self._redis_flags()}
-        flags: dict[str, Any] = {"verifier.kv_tokens": kv_tokens}
+        flags: dict[str, Any] = {"verifier.kv_tokens": self._kv_tokens}
         if spec.one_process:
             flags |= {**spec.extra.get("drafter", {}), "verifier.drafters": [str(head) for head in spec.heads]}
         verifiers = [self._launch(name, "verifier", flags) for name in _names("verifier", spec.verifiers)]
@@ -193,7 +202,7 @@ class Stack:
             if (number := int(flags.get(port, -1))) >= 0:
                 with contextlib.suppress(OSError):  # the process says why it cannot listen
                     flags[port] = reserve(self._held, flags["server.host"], number)
-        process = ServiceProcess(name, role, self._modules[role], flags, self.log_dir, checkout())
+        process = ServiceProcess(name, role, self._modules[role], flags, self.log_dir, checkout(), forked=True)
         self.processes[name] = process
         process.log_file.unlink(missing_ok=True)  # of another stack
         process.start()

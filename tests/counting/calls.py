@@ -44,15 +44,15 @@ class Calls:
 def _counted(folder: Path) -> Iterator[None]:
     """Services that start meanwhile count their calls."""
 
-    def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> fork_server.Child:
+    def fork(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> process.Fork:
         counting = {**environment, "COUNT_CALLS": str(folder)}
-        return fork_server.spawn("tests.counting.counted", [module, *arguments], log, counting)
+        return fork_server.fork("tests.counting.counted", [module, *arguments], log, counting)
 
-    before, process.spawn = process.spawn, spawn  # type: ignore[assignment]
+    before, process.fork = process.fork, fork  # type: ignore[assignment]
     try:
         yield
     finally:
-        process.spawn = before
+        process.fork = before
 
 
 def _read(folder: Path, pid: int) -> Counter[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -51,6 +52,16 @@ def supervised(stack: Stack) -> Iterator[list[str]]:
     finally:
         done.set()
         thread.join()
+
+
+def test_services_are_processes_of_their_own_as_ps_shows_them(stack: Stack) -> None:
+    server = {psutil.Process(ready.pid).ppid() for ready in stack.services.values()}
+    assert len(server) == 1
+    for ready in stack.services.values():
+        command = psutil.Process(ready.pid).cmdline()
+        assert command[1:4] == ["-m", "coppice.stack.child", MODULES[ready.role]]
+        assert os.getpgid(ready.pid) == ready.pid
+        assert Path(f"/proc/{ready.pid}/fd/1").resolve().suffix == ".log"
 
 
 def struck(client: Client, pid: int, policy: str) -> tuple[int, ...]:

@@ -210,7 +210,7 @@ def test_a_wrong_input_is_said_in_a_line_with_its_exit_code_and_starts_nothing(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setenv("COPPICE_CONFIG", "")  # which --config sets
-    monkeypatch.setattr("coppice.stack.process.spawn", None)
+    monkeypatch.setattr("coppice.stack.process.fork", None)
     line, said = case.format(**places).split(" -> ")
     code, _, text = said.partition(": ") if said[:1].isdecimal() else ("2", "", said)
     words = line.split()

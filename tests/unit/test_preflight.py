@@ -38,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Up:
     """What `coppice up ARGUMENTS` says when it ends with exit code 2; `http_port` is the usual one."""
     monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setattr("coppice.stack.process.spawn", None)  # nothing is started
+    monkeypatch.setattr("coppice.stack.process.fork", None)  # nothing is started
 
     def run(*arguments: object, http_port: int = 0) -> str:
         monkeypatch.setattr("coppice.commands.up.DEFAULT_HTTP_PORT", http_port)
