@@ -31,6 +31,8 @@ class CoppiceError(Exception):
     """Base of all deliberate errors. `status` is how it crosses the wire."""
 
     status = Status.INTERNAL
+    retry_after_s = 0.0
+    """when to come back; 0 where nobody knows"""
 
 
 class InvalidField(CoppiceError):
@@ -122,10 +124,10 @@ def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
         return Unavailable(f"{NOBODY} {unquote(nobody[1])}")
     if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _BROKEN):
         return Unavailable(details)
-    if status.name == Overloaded.status.name:
-        hint = dict(error.trailing_metadata() or ()).get(RETRY_HINT, "")
-        return Overloaded(details, int(hint) / 1e3) if hint.isdecimal() else Overloaded(details)
     if status.name == InvalidField.status.name:
         field, _, reason = details.partition(": ")
         return InvalidField(field, reason)
-    return _BY_STATUS.get(status.name, InternalError)(details or str(status))
+    typed = _BY_STATUS.get(status.name, InternalError)(details or str(status))
+    hint = dict(error.trailing_metadata() or ()).get(RETRY_HINT, "")
+    typed.retry_after_s = int(hint) / 1e3 if hint.isdecimal() else typed.retry_after_s
+    return typed

@@ -146,6 +146,9 @@ class GenerationServicer:
         """Admit a request, decode it and count how it ended."""
         account, outcome = Account(self.metrics), "failed"
         try:
+            if message.max_new_tokens > (most := self.settings.limits.max_new_tokens):
+                left = f"a context of {self.target.max_len} tokens leaves what the prompt does not take"
+                raise InvalidField("max_new_tokens", f"{message.max_new_tokens} is outside 0..{most}; {left}")
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
             request = replace(request, sampling=request.sampling.with_seed())
             async with self.seats.admit():

@@ -164,6 +164,7 @@ _LAST_RESORT_S = 60.0
 _LOOK_S = 0.25  # between two looks whether a question's time is over
 _PREFILL_S = 60.0
 _RETRY_S = 0.05
+_FAILOVER_LOADS = 3  # that `coppice up` lets a request wait for: one that was lost is back in a third of that
 _FIRST_TARGET_S = 30.0
 _REOPENS = 4  # requests that prefill again at once
 _MOST_LOSSES = 8  # of one request, without a verdict between them
@@ -280,11 +281,14 @@ class TargetSession:
         loop = asyncio.get_running_loop()
         prefix = self._opening.salt.encode() + np.array(ids[:_PREFIX_TOKENS], "<u4").tobytes()
         until, refused = loop.time() + self._pool.failover_s, set[VerifierReplica]()
-        last: CoppiceError = Unavailable(f"no verifier became available within {self._pool.failover_s:g} s")
+        load_s = self._pool.failover_s / _FAILOVER_LOADS
+        absent = f"no verifier became available within {self._pool.failover_s:g} s; try again in about {load_s:.0f} s"
+        last: CoppiceError = Unavailable(absent)
         while True:
             replica, self.preferred = self._pool.pick_for(prefix, refused)
             if replica is None:
                 if loop.time() > until or (refused and not patient):
+                    last.retry_after_s = load_s if isinstance(last, LOST) else last.retry_after_s
                     raise last
                 refused.clear()
                 await asyncio.sleep(_RETRY_S)

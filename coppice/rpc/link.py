@@ -354,7 +354,7 @@ class ServedLink:
 
 
 def _refusal(error: CoppiceError) -> End:
-    hint = str(int(error.retry_after_s * 1e3)) if isinstance(error, Overloaded) else ""
+    hint = str(int(error.retry_after_s * 1e3)) if error.retry_after_s else ""
     return End(code=grpc.StatusCode[error.status.name].value[0], details=str(error), retry_after_ms=hint)
 
 

@@ -29,7 +29,6 @@ from coppice.errors import (
     CoppiceError,
     DeadlineExceeded,
     InvalidField,
-    Overloaded,
     Status,
     Unavailable,
     Unimplemented,
@@ -164,7 +163,7 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
     try:
         yield
     except CoppiceError as error:
-        hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if isinstance(error, Overloaded) else ()
+        hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if error.retry_after_s else ()
         await context.abort(grpc.StatusCode[error.status.name], _details(error), hint)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise

@@ -1,6 +1,10 @@
 {{/* The KEDA ScaledObject of a component; takes what coppice.component made. All follow the requests that run and wait at
      the orchestrators: what a component itself holds is bounded by its replicas, so full ones would never ask for more. */}}
 {{- define "coppice.autoscaling" -}}
+{{- $apis := .root.Capabilities.APIVersions }}{{/* every cluster has the first one, `helm template` by itself does not */}}
+{{- if and ($apis.Has "apiregistration.k8s.io/v1") (not ($apis.Has "keda.sh/v1alpha1")) }}
+{{- fail (printf "%s.autoscaling: this cluster has no KEDA (keda.sh/v1alpha1); install it, or leave autoscaling out and set replicas" .component.component) }}
+{{- end }}
 {{- $scaling := .values.autoscaling }}
 {{- $seats := float64 (get .variables "COPPICE_LIMITS__SESSIONS" | default 128) }}
 {{- if ge (mulf 1.1 $scaling.sessions) $seats }}

@@ -28,7 +28,6 @@ from coppice.errors import (
     Cancelled,
     CoppiceError,
     InvalidField,
-    Overloaded,
     Status,
 )
 from coppice.rpc.server import MAX_DETAILS
@@ -145,7 +144,7 @@ def error_response(error: Exception) -> JSONResponse:
     """The answer that an error is."""
     code, body = describe_error(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, Overloaded):
+    if isinstance(error, CoppiceError) and error.retry_after_s:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -181,6 +184,17 @@ def test_values_that_cannot_work_or_contradict_each_other_are_refused(values: di
     pattern = r"(?i)schema|values|valid" if reason == "schema" else reason
     with pytest.raises(helm_python.errors.HelmError, match=pattern):
         manifests(values)
+
+
+def test_scaling_is_refused_by_a_cluster_without_keda(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "coppice"))
+    scaling = folder / "templates" / "_scaling.tpl"
+    text = scaling.read_text(encoding="utf-8")
+    for served, refused in (("keda.sh/v1alpha1", True), ("apps/v1", False)):  # without a cluster, Helm knows apps/v1
+        cluster = text.replace('Has "apiregistration.k8s.io/v1"', 'Has "v1"')
+        scaling.write_text(cluster.replace('Has "keda.sh/v1alpha1"', f'Has "{served}"'), encoding="utf-8")
+        with pytest.raises(helm_python.errors.HelmError, match="has no KEDA") if refused else nullcontext():
+            helm_python.Chart.load(folder).render(values_of("cluster"), name="a", namespace="b")
 
 
 def test_tokens_may_be_told_to_cross_a_mesh_in_the_clear() -> None:

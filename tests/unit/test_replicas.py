@@ -22,6 +22,7 @@ from coppice.wire.drafter import OpenDraft
 from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, target_to_wire
 from orchestrator import targets
 from orchestrator.heads import HeadPool, HeadSession
+from orchestrator.http.answers import error_response
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.targets import Replica, TargetPool, TargetSession
 from tests.recorder import server_of
@@ -108,8 +109,10 @@ async def test_the_only_verifier_is_not_given_up_while_it_prefills(monkeypatch: 
         with pytest.raises(DeadlineExceeded):  # long before the prefill's would be over
             await session.verify(VerifyStep(Fence(1, 1, 0), 5, DraftTree.empty()))
         session.close()
-        with pytest.raises((DeadlineExceeded, Unavailable)):
+        with pytest.raises((DeadlineExceeded, Unavailable)) as lost:
             await TargetSession(pool, opening).open([1])
+        status, headers = error_response(lost.value).status_code, error_response(lost.value).headers
+        assert (status in (503, 504), headers["retry-after"]) == (True, "1")
         for replica in pool.replicas:
             await replica.channel.close()
 
