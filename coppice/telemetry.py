@@ -122,6 +122,7 @@ class SessionMetrics:
         """registry: another one's, whose page shows these too."""
         self.registry = registry or CollectorRegistry()
         counter = partial(Counter, registry=self.registry, namespace="coppice", subsystem=role)
+        gauge = partial(Gauge, registry=self.registry, namespace="coppice", subsystem=role)
         histogram = partial(Histogram, registry=self.registry, namespace="coppice", subsystem=role)
         self.opened = counter("sessions_opened", "sessions opened")
         self.closed = counter("sessions_closed", "sessions closed")
@@ -129,10 +130,6 @@ class SessionMetrics:
         self.forwards = counter("forwards", "packed forwards")
         self.rows = counter("rows", "rows of packed forwards")
         self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=STEP_BUCKETS)
-        self.links = Gauge(f"{role}_links", "links from clients", registry=self.registry, namespace="coppice")
-        self.kv_tokens = Gauge(
-            f"{role}_kv_tokens_used", "KV in use, tokens", registry=self.registry, namespace="coppice"
-        )
-        self.remembered = Gauge(
-            f"{role}_memory_tokens", "tokens of ended sessions' texts", registry=self.registry, namespace="coppice"
-        )
+        self.links = gauge("links", "links from clients")
+        self.kv_tokens = gauge("kv_tokens_used", "KV in use, tokens")
+        self.remembered = gauge("memory_tokens", "tokens of ended sessions' texts")

@@ -147,9 +147,9 @@ def adapt(options: Options) -> None:
         report_lanes(lanes, stream, reference_of(base), report)
 
 
-@command(paper, "target", "heads", "prompts", "category", "chat", "budget", n=12, max_new_tokens=96)
+@command(paper, "target", "heads", "prompts", "category", "chat", n=12, max_new_tokens=96)
 def rank(options: Options) -> None:
-    """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
+    """The rank head of a SpecBlock head along the target's answers (table 3)."""
     from lab.paper.rank import run_rank
 
     spec = replace(options, dtype="float32").spec(["specblock-code"])
@@ -158,28 +158,24 @@ def rank(options: Options) -> None:
     spec = replace(spec, heads=heads)
     asked = prompt_ids(options, spec)
     with reporting("bench paper rank", spec, options) as report:
-        run_rank(spec, report, asked, options.max_new_tokens, options.budget)
+        run_rank(spec, report, asked, options.max_new_tokens)
 
 
-SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype")
+SHAPED = ("shape", "kinds", "sessions", "device", "dtype")
 
 
 @command(app, *SHAPED, budget=60)
 def synthetic(options: Options) -> None:
-    """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
-    from lab.synthetic import planning, run_synthetic
+    """Size a deployment without trained weights: times on random ones, and the tau from which a head pays.
 
-    with planning("bench synthetic", options) as plan:
-        run_synthetic(plan)
-
-
-@command(app, *SHAPED, shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
-def gpu(options: Options) -> None:
-    """What a device makes of a target: forwards beside its memory's speed, drafts, and steps of the services.
-
-    Weights are random. transformers decodes in the same run, with a cache of fixed size.
+    Forwards beside the speed of the device's memory, drafts, steps of the services, and transformers' own decoding.
     """
-    from lab.synthetic import planning, run_gpu
+    from lab.synthetic import run_synthetic
 
-    with planning("bench gpu", options) as plan:
-        run_gpu(plan)
+    run_synthetic(options)
+
+
+@command(app, *SHAPED, shape="qwen3-8b", device="cuda", budget=60)
+def gpu(options: Options) -> None:
+    """`synthetic` for a target of Qwen3-8B's shape on a CUDA device."""
+    synthetic(options)

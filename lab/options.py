@@ -64,13 +64,6 @@ class Options:
     kinds: Annotated[
         list[str] | None, names("Kinds of heads; default: eagle3,specblock.", "--head", metavar="KIND,...")
     ] = None
-    profile: Annotated[
-        str,
-        Option(
-            help="Acceptance by depth, such as 0.8,0.7,0.6, or that of a target in SpecBlock's table 1: llama-3.1-8b, "
-            "llama-3.1-8b-t1, qwen3-8b, qwen3-8b-t1."
-        ),
-    ] = "llama-3.1-8b"
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
     json_file: JsonFile = None
@@ -98,7 +91,10 @@ class Options:
         return values
 
 
-def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callable[[Options], None]], None]:
+Command = Callable[[Options], None]
+
+
+def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Command], Command]:
     """Make a function a command with the options of these names; `defaults` has those whose defaults differ."""
     hints = get_type_hints(Options, include_extras=True)
     parameters = [
@@ -109,7 +105,7 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
         if name in (*names, *defaults, "json_file")
     ]
 
-    def register(function: Callable[[Options], None]) -> None:
+    def register(function: Command) -> Command:
         def called(**given: Any) -> None:
             function(Options(**given))
 
@@ -117,6 +113,7 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
         called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(function.__name__)(called)
+        return function
 
     return register
 

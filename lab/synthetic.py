@@ -1,9 +1,9 @@
-"""What a target and heads of some shape cost and would gain, with random weights: `bench synthetic` and `bench gpu`.
+"""What a target and heads of some shape cost, with random weights: `bench synthetic`.
 
-Times are measured, in bare loops and through the services. What a draft tree gains is not: it comes from a profile of
-acceptance by depth. Random heads guess nothing, so a step of the services commits one token and tells only what it
-costs beside the bare loops: its efficiency. `bench gpu` sets forwards beside the time in which memory moves what they
-read, and beside transformers' own decoding.
+Times are measured, in bare loops and through the services. Random heads guess nothing: what a draft tree would gain is
+not known, but how many tokens a step has to commit so that a head pays. A step of the services commits one token and
+tells what it costs beside the bare loops: its efficiency. Forwards are set beside the time in which memory moves what
+they read, and beside transformers' own decoding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,7 @@ from coppice.heads.checkpoints import TargetParts, save_head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
 from coppice.machine import default_dtype
-from coppice.stack.spec import COUNTING_KINDS, HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.heads import build_student, head_config
 from coppice.training.progress import Progress
 from coppice.training.trainer import replacing, usable_device
@@ -50,51 +49,20 @@ DRAFT_VOCAB = 32_000
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
 
-# Each gives the mean tau of SpecBlock's table 1 over its benchmarks. SpecBlock drafts K = 4 slots in M = 2 blocks,
-# EAGLE-3 makes seven forwards. Where the deepest rate is known (figure 5a and appendix C, greedy chains at T = 0),
-# rates fall to it in a straight line, as in the figure; else all are equal.
-PROFILES: dict[str, dict[str, tuple[float, float, int]]] = {
-    "llama-3.1-8b": {"specblock": (0.8967, 0.544, 8), "eagle3": (0.9102, 0.9102, 7)},
-    "llama-3.1-8b-t1": {"specblock": (0.7527, 0.7527, 8), "eagle3": (0.8379, 0.8379, 7)},
-    "qwen3-8b": {"specblock": (0.8296, 0.369, 8), "eagle3": (0.7983, 0.7983, 7)},
-    "qwen3-8b-t1": {"specblock": (0.7184, 0.7184, 8), "eagle3": (0.785, 0.785, 7)},
-}
-"""the first rate, the last one and the depth, by target of table 1 and kind; temperature 0 unless the name says 1"""
-
 ROWS = (1, 16, 32, 60, 90)  # of a forward, a session
 CONTEXT = 300  # tokens before the timed rows
 NEW_TOKENS = 48  # of an answer of the services; bare drafts are timed along as many
 ANSWERS = 3  # through the services, of each method
-NOTE = "synthetic: random weights, acceptance from a profile"
+NOTE = "synthetic: random weights"
 REPEATS = 15
 STRIDE = 3  # tokens committed between two timed drafts, about what a draft is good for
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds
 GENERATED = 128  # tokens of transformers' prompt, and of its answer
-CELLS = ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768))
+CELLS = {
+    "cuda": ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768)),
+    "cpu": ((1, 1, 512), (1, 31, 512), (8, 1, 512)),
+}
 """(sessions, rows, context) of the forwards that are set beside what memory moves"""
-
-
-def read_profile(text: str, kinds: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """The rates of each kind of head: of a preset, or the same ones for all, such as 0.8,0.6. Raises InvalidField.
-
-    alpha_k is the chance that a step accepts a draft at depth k when it accepted those above it.
-    """
-    if text in PROFILES:
-        if unknown := [kind for kind in kinds if kind not in PROFILES[text]]:
-            raise InvalidField("profile", f"{text} says nothing of {unknown[0]} heads: give rates, such as 0.8,0.6")
-        return {kind: tuple(np.linspace(*PROFILES[text][kind]).tolist()) for kind in kinds}
-    try:
-        rates = tuple(map(float, text.split(",")))
-    except ValueError:
-        raise InvalidField("profile", f"{text!r} is neither rates nor one of {', '.join(PROFILES)}") from None
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise InvalidField("profile", f"a rate of {text!r} is not between 0 and 1")
-    return dict.fromkeys(kinds, rates)
-
-
-def expected_tau(alphas: Sequence[float]) -> float:
-    """Mean tokens a step, the root counted: 1 + alpha_1 + alpha_1 alpha_2 + ..."""
-    return 1 + float(np.cumprod(alphas).sum())
 
 
 def read_shape(text: str) -> PretrainedConfig:
@@ -136,14 +104,12 @@ def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], d
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of a stack with random weights, what is assumed of its heads, and how long bare loops take."""
+    """What is measured of a stack with random weights, and how long bare loops take."""
 
     options: Options
     spec: StackSpec
     report: Report
     sessions: tuple[int, ...]
-    profile: dict[str, tuple[float, ...]]
-    """alpha by depth, of each head"""
     vocab_size: int
     forwards: dict[tuple[int, int], float] = field(default_factory=dict)
     """milliseconds of a forward by (sessions, rows a session)"""
@@ -160,36 +126,20 @@ class Plan:
         return random.Random(seed).choices(range(self.vocab_size), k=count)  # noqa: S311
 
 
-@contextmanager
-def planning(command: str, options: Options) -> Iterator[Plan]:
-    """Make a target and heads as the options say, and a report: see `reporting`. Raises InvalidField."""
-    usable_device(options.device)
-    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
-    sessions, dtype = options.numbers("sessions", int, 1, 128), options.dtype or default_dtype(options.device)
-    vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
-    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
-        spec = make_weights(Path(folder), config, kinds, dtype, options.device)
-        with reporting(command, spec, options) as report:
-            yield Plan(options, spec, report, sessions, alphas, vocab_size)
-
-
 class Bare:
     """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
 
-    def __init__(self, spec: StackSpec, sessions: int, longest: int, kv_tokens: int = 0) -> None:
-        """`sessions`: that draft at once, at most; `longest`: tokens of their longest text. The target has room for
-        `kv_tokens`, or as many as the heads. Heads that only count are not timed.
-        """
-        settings, room = spec.settings(), sessions * (longest + 2 * MAX_TREE_NODES)
-        verifier, kv_tokens = settings.verifier, max(kv_tokens, room)
+    def __init__(self, spec: StackSpec, room: int, kv_tokens: int) -> None:
+        """The heads have room for so many tokens of sessions; the target for `kv_tokens`."""
+        settings = spec.settings()
+        verifier = settings.verifier
         self._threads, self._drafter_threads = verifier.threads, settings.drafter.threads
         self.engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
         shared = settings.drafter.model_copy(update={"target": str(spec.target), "kv_tokens": room})
         self._heads: dict[str, Head] = {}
         for head in spec.heads:
-            own = {"name": head.name, "kind": head.kind, "path": str(head.path or "")}
-            if head.kind not in COUNTING_KINDS:
-                self._heads[head.name] = served_head(shared.model_copy(update=own))
+            own = {"name": head.name, "kind": head.kind, "path": str(head.path)}
+            self._heads[head.name] = served_head(shared.model_copy(update=own))
 
     def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
         """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
@@ -200,10 +150,8 @@ class Bare:
         self, name: str, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int = 1
     ) -> tuple[float, float]:
         """Median milliseconds of one head's greedy drafts along a recorded answer, of so many sessions at once: of its
-        forwards alone, and with the tree. Features are zeros, which cost as much. Zeros for a head that counts.
+        forwards alone, and with the tree. Features are zeros, which cost as much.
         """
-        if name not in self._heads:
-            return 0.0, 0.0
         head, text, keys, took = self._heads[name], [*prompt, *answer], range(sessions), []
         torch.set_num_threads(self._drafter_threads or torch.get_num_threads())
         opening = OpenDraft("", list(prompt), GREEDY, features=head.blank_features(0, len(prompt)))
@@ -226,28 +174,34 @@ class Bare:
         return float(forward_ns) / 1e6, float(total_ns) / 1e6
 
 
-def run_synthetic(plan: Plan) -> None:
-    """Add bare times, what is expected, and steps of the services to the report."""
-    report = plan.report
-    assumed = {"shape": plan.options.shape, "profile_name": plan.options.profile, "budget": plan.options.budget}
-    report.figures |= {"synthetic": NOTE, **assumed, "profile": plan.profile, "context": CONTEXT}
-    on, rows = f"{NOTE}\n{report.dtype}, {report.device}", sorted({1, plan.options.budget + 1, *ROWS})
-    with Progress("parts", 2) as progress:
+def run_synthetic(options: Options) -> None:
+    """Make a target and heads as the options say, measure them, and report. Raises InvalidField."""
+    usable_device(options.device)
+    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
+    sessions, dtype = options.numbers("sessions", int, 1, 128), options.dtype or default_dtype(options.device)
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        spec = make_weights(Path(folder), config, kinds, dtype, options.device)
+        with reporting("bench synthetic", spec, options) as report:
+            measure(Plan(options, spec, report, sessions, config.get_text_config().vocab_size))
+
+
+def measure(plan: Plan) -> None:
+    """Add forwards beside the roofline, bare times, steps of the services, and transformers' own decoding to the
+    report.
+    """
+    report, rows = plan.report, sorted({1, plan.options.budget + 1, *ROWS})
+    report.figures |= {"synthetic": NOTE, "shape": plan.options.shape, "budget": plan.options.budget}
+    report.figures |= {"context": CONTEXT, "torch": torch.__version__}
+    answers = (1 + len(plan.spec.heads)) * (1 + ANSWERS) if 1 in plan.sessions else 0
+    with Progress("parts", 3 + answers) as progress:
         measure_bare(plan, rows, progress)
         lines = [
             {"sessions": str(count)} | {str(number): plan.forwards[count, number] for number in rows}
             for count in plan.sessions
         ]
+        on = f"{NOTE}\n{report.dtype}, {report.device}"
         report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", lines)
-        add_expected(plan, progress)
-
-
-def run_gpu(plan: Plan) -> None:
-    """Add forwards beside the roofline, drafts, steps of the services and transformers' own decoding to the report."""
-    plan.report.figures["torch"] = torch.__version__
-    with Progress("parts", 4) as progress:
-        measure_bare(plan, sorted({1, plan.options.budget + 1}), progress, CELLS)
-        add_expected(plan, progress)
+        add_steps(plan, progress)
         progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
         prompt, reference = plan.ids(GENERATED, 2), reference_of(plan.spec)
         static: Any = {"cache_implementation": "static"}
@@ -255,20 +209,18 @@ def run_gpu(plan: Plan) -> None:
             answer = reference.generate(prompt, GENERATED, GREEDY, drafting=static)
         progress.add()
     speed = (answer.new_tokens - 1) / answer.decode_s
-    plan.report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
+    report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
 
 
-def measure_bare(
-    plan: Plan, rows: Sequence[int], progress: Progress, cells: Sequence[tuple[int, int, int]] = ()
-) -> None:
-    """Run bare loops in this process, on the device of the spec; forwards of `cells` are set beside the roofline."""
+def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
+    """Run bare loops in this process, on the device of the spec; forwards of CELLS are set beside the roofline."""
     prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
-    kv_tokens = max((sessions * (most + context + MAX_TREE_NODES) for sessions, most, context in cells), default=0)
-    bare = Bare(plan.spec, max(plan.sessions), CONTEXT + NEW_TOKENS + max(rows), kv_tokens)
-    if cells:
-        progress.say("forwards")
-        add_roofline(bare, cells, plan.report)
-        progress.add()
+    cells = CELLS.get(plan.options.device.partition(":")[0], CELLS["cpu"])
+    room = max(plan.sessions) * (CONTEXT + NEW_TOKENS + max(rows) + 2 * MAX_TREE_NODES)
+    kv_tokens = max(room, *(sessions * (most + context + MAX_TREE_NODES) for sessions, most, context in cells))
+    bare = Bare(plan.spec, room, kv_tokens)
+    progress.say("forwards")
+    add_roofline(bare, cells, plan.report)
     for sessions in plan.sessions:
         for count in rows:
             progress.say(f"a forward of {sessions} x {count} rows")
@@ -279,16 +231,16 @@ def measure_bare(
     progress.add()
 
 
-def add_expected(plan: Plan, progress: Progress) -> None:
-    """Add what the profile and the bare times give, and steps of the services at one session, if that is measured."""
+def add_steps(plan: Plan, progress: Progress) -> None:
+    """Add the bare times of steps, and steps of the services at one session, if that is measured."""
     report = plan.report
     gc.collect()  # the services load the target again: the device has room for one
     if report.device.startswith("cuda"):
         torch.cuda.empty_cache()
     heads = [head.name for head in plan.spec.heads]
-    report.rows = [expected_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
-    title = f"expected of bare forwards, drafts and the profile, budget {plan.options.budget}"
-    report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
+    report.rows = [step_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
+    title = f"bare forwards and drafts of a step, budget {plan.options.budget}; tau from which a head pays"
+    report.add_figures("steps", title, report.rows, {"draft_share": ".0%"})
     if 1 in plan.sessions:
         progress.say("the services")
         steps = measure_services(plan, progress)
@@ -296,21 +248,18 @@ def add_expected(plan: Plan, progress: Progress) -> None:
     progress.add()
 
 
-def expected_line(plan: Plan, sessions: int, head: str = "") -> Row:
-    """tau / (T_M + T_D) of a head, or of plain decoding."""
+def step_line(plan: Plan, sessions: int, head: str = "") -> Row:
+    """T_M and T_D of a head's step, or of a plain one; `pays_from` is the tau at which both make as many tokens/s."""
     forward_ms = plan.forwards[sessions, plan.options.budget + 1 if head else 1]
     head_ms, draft_ms = plan.drafts.get((sessions, head), (0.0, 0.0))
-    step_ms, tau = forward_ms + head_ms, expected_tau(plan.profile.get(head, ()))
     return {
         "method": f"single:{head}" if head else "plain",
         "sessions": sessions,
         "t_m_ms": forward_ms,
         "t_d_ms": head_ms,
         "t_d_total_ms": draft_ms,
-        "tau": tau,
-        "tokens_per_s": sessions * tau / step_ms * 1e3,
-        "draft_share": head_ms / step_ms,
-        "speedup": tau / step_ms * plan.forwards[sessions, 1],
+        "draft_share": head_ms / (forward_ms + head_ms),
+        "pays_from": (forward_ms + head_ms) / plan.forwards[sessions, 1],
     }
 
 

@@ -38,17 +38,6 @@ async def _follow(pool: Pool[Any], where: Directory) -> None:
         group.create_task(pool.watch())
 
 
-def _gauge(metrics: OrchestratorMetrics, servicer: GenerationServicer) -> None:
-    """Have scrapes read what is known anyway."""
-    pools: list[Pool[Any]] = [servicer.verifiers, *servicer.heads.values()]
-    for pool in pools:
-        fit = partial(lambda pool: sum(replica.fit for replica in pool.replicas), pool)
-        metrics.replicas_fit.labels(pool.name).set_function(fit)
-    metrics.running.set_function(lambda: servicer.seats.used)
-    metrics.waiting.set_function(lambda: servicer.seats.waiting)
-    metrics.kv_usage.set_function(lambda: servicer.verifiers.kv_usage)
-
-
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     options = settings.orchestrator
@@ -84,7 +73,13 @@ async def serve(settings: Settings) -> int:
         if servicer.encoder is not None:
             await servicer.encoder.start()
             stopping.push_async_callback(servicer.encoder.stop)
-        _gauge(metrics, servicer)
+        pools: list[Pool[Any]] = [verifiers, *heads.values()]
+        for pool in pools:  # scrapes read what is known anyway
+            fit = partial(lambda pool: sum(replica.fit for replica in pool.replicas), pool)
+            metrics.replicas_fit.labels(pool.name).set_function(fit)
+        metrics.running.set_function(lambda: servicer.seats.used)
+        metrics.waiting.set_function(lambda: servicer.seats.waiting)
+        metrics.kv_usage.set_function(lambda: verifiers.kv_usage)
         tokens = Tokens(options.tokens, metrics.client_requests) if options.tokens else None
         serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
         port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)

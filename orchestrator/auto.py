@@ -28,8 +28,8 @@ from prometheus_client import Counter
 from coppice.speculation.policy import Policy
 from coppice.speculation.tree import prune
 
+from .heads import accepted
 from .loop import Step, StepPolicy
-from .outcomes import accepted
 
 PLAIN, SINGLE = "plain", "single:"
 PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
@@ -121,19 +121,14 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self.texts: list[AutoPolicy] = []
-        """under way"""
-        self.load = 0
-        """their number in powers of two: 1; 2 and 3; 4 to 7"""
+        self.texts: list[AutoPolicy] = []  # under way
+        self.load = 0  # their number in powers of two: 1; 2 and 3; 4 to 7
         self.plain = Seconds()
-        self.extra: defaultdict[str, Seconds] = defaultdict(Seconds)
-        """what a step of an arm takes beside a plain one"""
-        self.gains: defaultdict[tuple[str, bool], Gain] = defaultdict(Gain)
-        """of an arm in greedy and in sampled texts"""
+        self.extra: defaultdict[str, Seconds] = defaultdict(Seconds)  # what a step of an arm takes beside a plain one
+        self.gains: defaultdict[tuple[str, bool], Gain] = defaultdict(Gain)  # of an arm in greedy and in sampled texts
         self.rounds: defaultdict[tuple[str, bool], float] = defaultdict(float)
         """that an arm was played for; the steps of all texts under way make a round"""
-        self.arm = PLAIN
-        """that all texts play"""
+        self.arm = PLAIN  # that all texts play
         self._allowance_s = FIRST_SAVED_S
         self._steps = 0
         self._chosen_until = 0  # the step at which the arm is chosen anew
@@ -272,8 +267,7 @@ class AutoPolicy(StepPolicy):
         self.own: defaultdict[str, Gain] = defaultdict(Gain)
         self.steps = 0
         self.arm = self.arms[PLAIN]
-        self.fresh = False
-        """whether its step before had another arm"""
+        self.fresh = False  # whether its step before had another arm
         self.hint: int | None = None
         super().__init__(self.arm.policy, ())
 
@@ -282,13 +276,11 @@ class AutoPolicy(StepPolicy):
         return self.keys[arm][0] != arm
 
     def heads(self, step: Step) -> Sequence[int]:
-        """The heads of the arm."""
         self.policy = self._rates.decide(self, step.hint).policy
         return self.arm.heads
 
     @property
     def soon(self) -> Sequence[int]:
-        """The heads of what is played now."""
         return self.arms[self._rates.arm].heads
 
     def budget(self, most: int, hint: int | None) -> int:
@@ -313,5 +305,4 @@ class AutoPolicy(StepPolicy):
                 self._rates.gained(self, SINGLE + self._heads[at], len(accepted(tree, step.offered)))
 
     def close(self) -> None:
-        """End the text."""
         self._rates.end(self)

@@ -23,9 +23,8 @@ from coppice.wire.common import Features, Fence, TopLogProbs, committed_hash
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.wire.verifier import NextRoot, SessionOpened, Verdict, VerifyStep
 
-from .heads import NO_DRAFT, Draft, HeadSession
+from .heads import NO_DRAFT, Draft, HeadSession, accepted
 from .metrics import OrchestratorMetrics
-from .outcomes import accepted
 from .targets import LOST, TargetSession
 from .text import TextStream
 
@@ -41,33 +40,23 @@ class Step:
     The instants, of `perf_counter_ns`, say when its parts ended; each part begins where the one before it ends.
     """
 
-    number: int
-    """1 for the first step of a request"""
-    hint: int | None
-    """how many nodes the last verdict said to draft; None: any number"""
-    drafts: list[Draft]
-    """one a head, NO_DRAFT where it was not asked or sat the step out"""
+    number: int  # 1 for the first step of a request
+    hint: int | None  # how many nodes the last verdict said to draft; None: any number
+    drafts: list[Draft]  # one a head, NO_DRAFT where it was not asked or sat the step out
     root: int = -1
-    budget: int = 0
-    """nodes to draft at most"""
-    asked: tuple[int, ...] = ()
-    """heads that the policy asks"""
-    opening: bool = False
-    """whether an asked head had to prefill in this step"""
+    budget: int = 0  # nodes to draft at most
+    asked: tuple[int, ...] = ()  # heads that the policy asks
+    opening: bool = False  # whether an asked head had to prefill in this step
     choice: Choice = NOTHING
     verdict: Verdict = field(init=False)
     offered: tuple[int, ...] = ()
     """the target's tokens behind the root: the accepted drafts, and the next root unless the text has ended"""
-    num_tokens: int = 0
-    """tokens that the text took; it may have ended before the last ones"""
+    num_tokens: int = 0  # tokens that the text took; it may have ended before the last ones
     began_at: int = field(default_factory=time.perf_counter_ns)
-    asked_at: int = 0
-    """the questions for drafts are encoded"""
-    drafted_at: int = 0
-    """the drafts are here, or the wait for them is over"""
+    asked_at: int = 0  # the questions for drafts are encoded
+    drafted_at: int = 0  # the drafts are here, or the wait for them is over
     chosen_at: int = 0
-    sent_at: int = 0
-    """the verifier's question is encoded"""
+    sent_at: int = 0  # the verifier's question is encoded
     answered_at: int = 0
     committed_at: int = 0
 
@@ -142,8 +131,7 @@ class StepPolicy:
         """End the request, which may have failed or never begun."""
 
 
-Scored = tuple[int, float]
-"""a token and its raw log-probability"""
+Scored = tuple[int, float]  # a token and its raw log-probability
 
 
 class Output:
@@ -261,11 +249,9 @@ class Account:
     """Sums and counts of a request from its arrival to its end."""
 
     def __init__(self, metrics: OrchestratorMetrics) -> None:
-        self.id = secrets.token_hex(12)
-        """names the request in logs; its sessions are named after it"""
+        self.id = secrets.token_hex(12)  # names the request in logs; its sessions are named after it
         self.metrics, self.trace = metrics, current()
-        self.result = Finished("length", 0, 0, [], [], [])
-        """the answer's summary so far"""
+        self.result = Finished("length", 0, 0, [], [], [])  # the answer's summary so far
         self.policy = ""
         self._arrived = time.perf_counter_ns()
 

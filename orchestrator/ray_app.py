@@ -219,7 +219,6 @@ class Ingress:
     async def Generate(
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """As of the orchestrator."""
         async with self._orchestrator(grpc_context) as (stub, metadata):
             async for response in stub.Generate(request, metadata=metadata):
                 yield response
@@ -227,7 +226,6 @@ class Ingress:
     async def DescribeModel(
         self, request: generation_pb2.DescribeModelRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb2.DescribeModelResponse:
-        """As of the orchestrator."""
         async with self._orchestrator(grpc_context) as (stub, metadata):
             return await stub.DescribeModel(request, metadata=metadata)  # type: ignore[no-any-return]
 

@@ -89,7 +89,6 @@ class GenerationServicer:
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """One answer."""
         async with contextlib.aclosing(self.answers([message], contextlib.nullcontext())) as events:
             async for _, event in events:
                 yield generation.response_to_wire(event).SerializeToString()
@@ -281,7 +280,6 @@ class GenerationServicer:
     async def DescribeModel(
         self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DescribeModelResponse:
-        """What is served and how."""
         return generation.model_to_wire(self.describe())
 
     def describe(self) -> ModelDescription:

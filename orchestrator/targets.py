@@ -7,13 +7,12 @@ what is committed, and the step that failed is asked again: keyed noise makes it
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import numpy as np
@@ -44,8 +43,7 @@ log = structlog.get_logger()
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _SILENCES_TO_LOSE = 2
-PROBE_S = 1.0
-"""time between two looks at a replica, and how long it may take to answer one"""
+PROBE_S = 1.0  # time between two looks at a replica, and how long it may take to answer one
 
 
 class Replica:
@@ -59,10 +57,8 @@ class Replica:
         self.sessions = 0
         self.channel = dialer.open(address)
         self.cooling_until = 0.0
-        self.silent = False
-        """it left the latest looks unanswered"""
-        self.unfit = ""
-        """why it serves something else than the others, if it does"""
+        self.silent = False  # it left the latest looks unanswered
+        self.unfit = ""  # why it serves something else than the others, if it does
         self.backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         self._silences = 0
 
@@ -161,7 +157,6 @@ LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, Internal
 """what another replica may do better"""
 _LEAST_DEADLINE_S = 1.0
 _LAST_RESORT_S = 60.0
-_LOOK_S = 0.25  # between two looks whether a question's time is over
 _PREFILL_S = 60.0
 _RETRY_S = 0.05
 _FAILOVER_LOADS = 3  # that `coppice up` lets a request wait for: one that was lost is back in a third of that
@@ -179,8 +174,7 @@ class VerifierReplica(Replica):
         super().__init__(address, dialer)
         self.stub = Stub(self.channel, verifier_pb2)
         self.verify_s = 0.0  # moving average of a verify round trip
-        self.target: TargetDescription | None = None
-        """what it said of itself at the latest look"""
+        self.target: TargetDescription | None = None  # what it said of itself at the latest look
 
 
 class TargetPool(Pool[VerifierReplica]):
@@ -210,11 +204,12 @@ class TargetPool(Pool[VerifierReplica]):
     async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
         until = asyncio.get_running_loop().time() + _FIRST_TARGET_S
+        await self.look_at_all()
         while self.target is None:
-            await self.look_at_all()
-            if self.target is None and asyncio.get_running_loop().time() > until:
+            if asyncio.get_running_loop().time() > until:
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
-            await asyncio.sleep(0 if self.target else _RETRY_S)
+            await asyncio.sleep(_RETRY_S)
+            await self.look_at_all()
         return self.target
 
     def pick_for(self, prefix: bytes, avoid: Collection[VerifierReplica] = ()) -> tuple[VerifierReplica | None, bool]:
@@ -257,14 +252,10 @@ class TargetSession:
         self._replica: VerifierReplica | None = None
         self._call: LinkedCall | None = None
         self._streams = 0
-        self.exchanged = 0, 0
-        """when the last question was encoded and when its answer came, of `perf_counter_ns`"""
-        self.preferred = False
-        """it is open on the verifier that texts which begin like it go to"""
+        self.exchanged = 0, 0  # when the last question was encoded and when its answer came, of `perf_counter_ns`
+        self.preferred = False  # it is open on the verifier that texts which begin like it go to
         self._losses = 0
         self._steps_before = 0  # that other streams of this request answered
-        self._timer: asyncio.TimerHandle | None = None
-        self._timeout_s, self._until = 0.0, math.inf  # of the question that waits, of the event loop's clock
 
     @property
     def deadline_s(self) -> float:
@@ -308,12 +299,10 @@ class TargetSession:
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify()
-        self._look()
         replica.sessions += 1
-        answer = await self._exchange(opening, self._pool.call_s if self._pool.alone else _PREFILL_S)
-        assert isinstance(answer, SessionOpened)
+        opened: SessionOpened = await self._exchange(opening, self._pool.call_s if self._pool.alone else _PREFILL_S)
         self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once
-        return answer
+        return opened
 
     async def reopen(self, ids: Sequence[int], steps: int, reason: CoppiceError) -> SessionOpened:
         """Prefill what is committed on another verifier, `steps` after the first. Raises `reason` when it happened too
@@ -333,43 +322,35 @@ class TargetSession:
 
     async def verify(self, step: VerifyStep) -> Verdict:
         """One tree. Raises one of LOST when the session is to be opened again."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, replica = time.monotonic(), self._replica
         if self._steps_before:
             step = replace(step, fence=replace(step.fence, step=step.fence.step - self._steps_before))
-        answer = await self._exchange(step, self.deadline_s)
-        assert isinstance(answer, Verdict)
-        assert self._replica
+        verdict: Verdict = await self._exchange(step, self.deadline_s)
         self._losses = 0
-        took = loop.time() - began
-        self._replica.verify_s = 0.9 * (self._replica.verify_s or took) + 0.1 * took
-        self._replica.backoff.succeed()
-        return answer
+        if replica is not None:
+            took = time.monotonic() - began
+            replica.verify_s = 0.9 * (replica.verify_s or took) + 0.1 * took
+            replica.backoff.succeed()
+        return verdict
 
     def close(self) -> None:
         """End the stream; the verifier frees the session."""
         if self._call is not None and self._replica is not None:
             self._call.cancel()
             self._replica.sessions -= 1
-        if self._timer is not None:
-            self._timer.cancel()
-        self._call = self._replica = self._timer = None
+        self._call = self._replica = None
 
-    def _look(self) -> None:
-        """Give the verifier up when the question's time is over, and look again soon: a timer a question costs more."""
-        loop = asyncio.get_running_loop()
-        if self._call is not None and self._replica is not None and loop.time() >= self._until:
-            late = f"the verifier at {self._replica.address} did not answer in {self._timeout_s:.1f} s"
-            self._call.inbox.end(DeadlineExceeded(late))
-        self._timer = loop.call_later(_LOOK_S, self._look)
-
-    async def _exchange(self, question: OpenSession | VerifyStep, timeout_s: float) -> SessionOpened | Verdict:
+    async def _exchange(self, question: OpenSession | VerifyStep, timeout_s: float) -> Any:
         """Ask and return an answer of the question's kind. One that does not fit the question is InternalError."""
         call, replica, target = self._call, self._replica, self._pool.target
         if call is None or replica is None:
             raise Unavailable("the session is not open")
         message = verifier.verify_request_to_wire(question)
-        self._timeout_s, self._until = timeout_s, asyncio.get_running_loop().time() + timeout_s
+
+        def give_up() -> None:
+            call.inbox.end(DeadlineExceeded(f"the verifier at {replica.address} did not answer in {timeout_s:.1f} s"))
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, give_up)
         try:
             sent = time.perf_counter_ns()
             call.send(message)
@@ -377,7 +358,7 @@ class TargetSession:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         finally:
-            self._until = math.inf
+            timer.cancel()
         if answer is grpc.aio.EOF:
             raise Unavailable("the verifier ended the session")
         self.exchanged = sent, time.perf_counter_ns()

@@ -294,7 +294,6 @@ class Encoder:
             raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
 
     async def stop(self) -> None:
-        """End the processes."""
         await self._render.stop()
         await self._encode.stop()
 
@@ -323,7 +322,6 @@ class _Process:
         return self._process
 
     async def stop(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import os
@@ -25,8 +24,6 @@ _TOKEN_LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_.-]{1,64})\s+(?P<digest>[0-9a-fA-F]{64})(?:\s+(?P<sessions>[1-9][0-9]{0,8}))?"
 )
 _SETTING = "orchestrator.tokens"
-_WRONG_TOKEN_S = 0.5  # before a wrong token is refused
-_MOST_SLOWED = 64
 _CLIENT: ContextVar[bytes] = ContextVar("client", default=b"")
 
 
@@ -80,7 +77,6 @@ class Tokens:
         self._state = _state(file)
         self._entries = read_tokens(file)
         self._running: Counter[str] = Counter()
-        self._slowed = 0
 
     @contextlib.asynccontextmanager
     async def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> AsyncIterator[None]:
@@ -92,7 +88,6 @@ class Tokens:
         entry = self._find(metadata)
         if entry is None:
             self._requests.labels("", "unauthenticated").inc()
-            await self._slow_down()
             raise Unauthenticated("a valid bearer token is needed")
         name = entry.name
         if counted and entry.sessions is not None and self._running[name] >= entry.sessions:
@@ -129,16 +124,6 @@ class Tokens:
             self._entries = read_tokens(self._file)
         except InvalidField as error:
             log.warning("tokens stay as they were", why=str(error))
-
-    async def _slow_down(self) -> None:
-        """Let one who tries tokens wait; a few at once, so that those who wait fill no server."""
-        if self._slowed >= _MOST_SLOWED:
-            return
-        self._slowed += 1
-        try:
-            await asyncio.sleep(_WRONG_TOKEN_S)
-        finally:
-            self._slowed -= 1
 
 
 def _state(file: str) -> tuple[int, int, int] | None:

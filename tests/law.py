@@ -27,7 +27,7 @@ from coppice.heads.ngram import sample_chain
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import Row, SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
-from orchestrator.outcomes import Calibration, offers, step_log_probs
+from orchestrator.heads import Calibration, offers, step_log_probs
 from services.verifier.session import pq_draws, walk
 from tests import reference
 from tests.reference import dense, keyed, rows_of

@@ -11,8 +11,7 @@ from coppice.heads.base import DraftJob, Growth, Head
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 
-FAILS, DIES = 30, 31
-"""first ids: a draft raises an error that ends the session; one that ends the head's thread"""
+FAILS, DIES = 30, 31  # first ids: a draft raises an error that ends the session; one that ends the head's thread
 
 
 class MortalHead(Head):

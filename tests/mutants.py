@@ -35,8 +35,7 @@ class Mutant:
     where: Any
     name: str
     change: Any
-    more: tuple[tuple[Any, str, Any], ...] = ()
-    """what is replaced beside it, as it is given here"""
+    more: tuple[tuple[Any, str, Any], ...] = ()  # what is replaced beside it, as it is given here
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let it be there until the patches are undone."""

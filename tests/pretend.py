@@ -29,8 +29,7 @@ CPU = torch.device("cpu")
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_contiguous", "_fused_sdp_choice"}
 FREE |= {"_unsafe_view"}  # a view that does not say so
 # How many there are is known after the device is done.
-LAUNCHES = {"tree_attention": 3, "keyed_argmax": 2}
-"""of operators that are several kernels"""
+LAUNCHES = {"tree_attention": 3, "keyed_argmax": 2}  # of operators that are several kernels
 WAITED_FOR = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "is_nonzero"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -42,10 +41,8 @@ class Counts:
     launches: int = 0
     to_device: int = 0
     to_host: int = 0
-    waits: int = 0
-    """synchronisations other than the one that each copy to the host is"""
-    host_bytes: int = 0
-    """copied to the host"""
+    waits: int = 0  # synchronisations other than the one that each copy to the host is
+    host_bytes: int = 0  # copied to the host
 
     @property
     def copies(self) -> tuple[int, int]:

@@ -86,8 +86,7 @@ class Service:
         self.stop()
 
 
-StartService = Callable[..., Service]
-"""what the fixture `start_service` is"""
+StartService = Callable[..., Service]  # what the fixture `start_service` is
 
 
 def free_port() -> int:

@@ -133,8 +133,7 @@ class Feeder:
     def __init__(self, items: Iterable[Features | Commit] = (), hangs: bool = True) -> None:
         self.items, self.hangs = list(items), hangs
         self.go, self.followed, self.dropped = asyncio.Event(), 0, 0
-        self.commits: list[Commit] = []
-        """fed when `go` is set"""
+        self.commits: list[Commit] = []  # fed when `go` is set
 
     async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.followed += 1

@@ -163,10 +163,8 @@ def check_pool(pool: KVPool) -> None:
 # Predictions.
 
 EDITS = ("rename", "insert", "constant")
-SHARE = 0.1
-"""of an answer's places that are edited"""
-LINE = 6
-"""ids of an inserted line"""
+SHARE = 0.1  # of an answer's places that are edited
+LINE = 6  # ids of an inserted line
 
 
 def edited(ids: Text, kind: str, rng: random.Random) -> Text:

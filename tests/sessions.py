@@ -47,8 +47,7 @@ from coppice.wire.verifier import (
 
 VOCAB = 1100  # more ids than a row may hold
 IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
-TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2]
-"""of a drafter's session"""
+TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2]  # of a drafter's session
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import Chunk
 
-BLOW_AT = 20
-"""tokens of an answer behind which it is interrupted"""
+BLOW_AT = 20  # tokens of an answer behind which it is interrupted
 
 
 @contextlib.contextmanager

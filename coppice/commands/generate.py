@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
-from coppice.client.request import Options
+from coppice.client.request import MEANINGS, Options
 from coppice.commands.options import names
 from coppice.errors import InvalidField
 from coppice.prompts import FilePrompt, read_prompts
@@ -30,6 +30,7 @@ QUIT = "/quit"
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead, such as 1,2,3.")] = None,
     prompt_file: Annotated[
@@ -66,23 +67,9 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming the text."""
     prompts = prompts_of(prompt, ids, prompt_file)
-    options: Options = {
-        "policy": policy,
-        "budget": budget,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "logit_bias": _read_bias(logit_bias or ()),
-        "seed": seed,
-        "max_new_tokens": max_new_tokens,
-        "stop": stop or (),
-        "trees": show_tree,
-        "prediction": read_text(prediction_file, "--prediction-file") if prediction_file else "",
-    }
+    prediction = read_text(prediction_file, "--prediction-file") if prediction_file else ""
+    bias = _read_bias(logit_bias or ())
+    options = _options(context, logit_bias=bias, stop=stop or (), trees=show_tree, prediction=prediction)
     with Client(address) as client:
         if prompt_file:
             prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
@@ -97,6 +84,7 @@ def generate(
 
 
 def chat(
+    context: typer.Context,
     address: Address = None,
     policy: Policy = "",
     temperature: Temperature = 0.0,
@@ -104,9 +92,13 @@ def chat(
     max_new_tokens: MaxNewTokens = 0,
 ) -> None:
     """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
-    options: Options = {"policy": policy, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     with Client(address) as client:
-        talk(client, options)
+        talk(client, _options(context))
+
+
+def _options(context: typer.Context, **others: Any) -> Options:
+    """What a command was given of a request's options, which have the same names, and others."""
+    return cast(Options, {name: given for name, given in context.params.items() if name in MEANINGS} | others)
 
 
 def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:

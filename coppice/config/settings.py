@@ -38,32 +38,6 @@ _OTHER_VARIABLES = frozenset(
     {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
 )
 
-FIXED = {
-    "adaptation": "bytes_per_s entry_bytes prefix queries_kept queue_bytes queue_entries samples_kept stream_bytes "
-    "stride timeout_s top_n window",
-    "adapter": "canary full_samples head_samples lease_s nice poll_s threads variants versions_kept",
-    "directory": "lease_s poll_s prefix timeout_s",
-    "drafter": "ahead alpha beta blocks max_context rank_guided widths",
-    "limits": "message_bytes prompt_chars request_bytes weights_bytes",
-    "orchestrator": "chunk_tokens max_new_tokens reopens",
-    "server": "log_level",
-    "telemetry": "step_interval",
-    "verifier": "batch_wait_ms block_size feature_window prefill_rows",
-}
-"""Settings, by section, that became constants. This table and REPLACED are kept for one release."""
-REPLACED = {
-    "adaptation.redis_ca": "write ?ssl_ca_certs=FILE behind the URL of adaptation.redis",
-    "bandit": "set adapter.policy and adapter.interval",
-    "directory.redis_ca": "write ?ssl_ca_certs=FILE behind the URL of directory.redis",
-    "drafter.chain": "set drafter.top_k to 1",
-    "drafter.vocab_size": "it is that of drafter.target",
-    "drift": "set adapter.policy and adapter.interval",
-    "learner": "set adapter.interval and adapter.device",
-    "telemetry.sample": "set OpenTelemetry's OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG",
-    "tls.operators": "give their certificates the name operator",
-}
-"""What stands in for a setting, or a section, that is gone."""
-
 
 class Settings(BaseSettings):
     """Everything a Coppice process can be told; each process reads the sections it uses."""
@@ -112,13 +86,8 @@ def _dotted(name: str) -> str:
 
 
 def _no_such(what: str, names: Iterable[str]) -> InvalidField:
-    """The error for a name that is no setting: what holds in its place if it was one, else the nearest name that is."""
-    name = _dotted(what)
-    section, _, setting = name.partition(".")
-    if setting in FIXED.get(section, "").split():
-        return InvalidField(what, "is no setting any more: what was its default always holds")
-    if replacement := REPLACED.get(name, REPLACED.get(section)):
-        return InvalidField(what, f"is no setting any more: {replacement}")
+    """The error for a name that is no setting, with the nearest name that is."""
+    section, _, setting = _dotted(what).partition(".")
     of_section = [each for each in names if _dotted(each).startswith(f"{section}.")]
     near = {_dotted(each).rpartition(".")[2]: each for each in of_section or names}
     close = difflib.get_close_matches(setting or section, list(near), n=1)

@@ -20,9 +20,9 @@ import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
 
-from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded, Unavailable, Unimplemented
+from coppice.errors import RETRY_HINT, InvalidField, Overloaded, Unavailable
 from coppice.limits import CHUNK_BYTES
-from coppice.wire.common import End, begin_item, end_item, message_item, read_frame
+from coppice.wire.common import begin_item, end_item, message_item, read_frame
 
 log = structlog.get_logger()
 
@@ -227,7 +227,8 @@ class Context:
         trace = ((key, item.trace[key]) for key in ("traceparent", "tracestate") if key in item.trace)
         self._metadata = (*(outer.invocation_metadata() or ()), *trace)
         self.requests = Inbox(parse, most_bytes=MOST_REQUESTS_BYTES)
-        self.end = End()
+        self.end = OK, "", ""
+        """status, details and hint"""
 
     def invocation_metadata(self) -> Any:
         """The link's, and the session's trace."""
@@ -253,7 +254,7 @@ class Context:
 
     async def abort(self, code: grpc.StatusCode, details: str, hints: Any = ()) -> None:
         """End the session so. Raises AbortError."""
-        self.end = End(code=code.value[0], details=details, retry_after_ms=dict(hints).get(RETRY_HINT, ""))
+        self.end = code.value[0], details, dict(hints).get(RETRY_HINT, "")
         raise grpc.aio.AbortError
 
 
@@ -329,9 +330,10 @@ class ServedLink:
         if number in self._running:
             raise InvalidField("session", f"{number} is under way")
         if method not in self._sessions:
-            return self._end(number, _refusal(Unimplemented(f"no method {method[:64]!r}")))
+            return self._refuse(number, grpc.StatusCode.UNIMPLEMENTED, f"no method {method[:64]!r}")
         if len(self._running) >= self._most:
-            return self._end(number, _refusal(Overloaded(f"a link carries at most {self._most} sessions")))
+            details = f"a link carries at most {self._most} sessions"
+            return self._refuse(number, grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         session = Context(context, self._outbox, item, self._parsers[method])
         task = asyncio.create_task(self._serve(method, session))
         self._running[number] = session, task
@@ -346,16 +348,11 @@ class ServedLink:
         del self._running[number]
         session.requests.end()
         if task.cancelled():
-            session.end = End(code=CANCELLED, details="the session was closed")
-        self._end(number, session.end)
+            session.end = CANCELLED, "the session was closed", ""
+        self._outbox.put(end_item(number, *session.end))
 
-    def _end(self, number: int, end: End) -> None:
-        self._outbox.put(end_item(number, end))
-
-
-def _refusal(error: CoppiceError) -> End:
-    hint = str(int(error.retry_after_s * 1e3)) if error.retry_after_s else ""
-    return End(code=grpc.StatusCode[error.status.name].value[0], details=str(error), retry_after_ms=hint)
+    def _refuse(self, number: int, code: grpc.StatusCode, details: str) -> None:
+        self._outbox.put(end_item(number, code.value[0], details))
 
 
 class LinkedCall:
@@ -383,7 +380,7 @@ class LinkedCall:
     async def done_writing(self) -> None:
         """Say that no message follows."""
         if not self._over.is_set():
-            self._link.outbox.put(end_item(self._number, End()))
+            self._link.outbox.put(end_item(self._number))
 
     async def read(self) -> Any:
         """The next message, grpc.aio.EOF at the end. Raises AioRpcError; CancelledError when it was cancelled here."""
@@ -421,7 +418,7 @@ class LinkedCall:
         self._leave(grpc.StatusCode.INTERNAL, details)
 
     def _leave(self, code: grpc.StatusCode, details: str) -> None:
-        self._link.outbox.put(end_item(self._number, End(CANCELLED)))
+        self._link.outbox.put(end_item(self._number, CANCELLED))
         self.end(code, details)
 
     def end(self, code: grpc.StatusCode, details: str, hint: str = "") -> None:

@@ -9,11 +9,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -31,7 +31,6 @@ from coppice.errors import (
     InvalidField,
     Status,
     Unavailable,
-    Unimplemented,
 )
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import health, tracing
@@ -243,10 +242,6 @@ def _link(linked: Mapping[MethodDescriptor, Handler], door: Door) -> Handler:
     return serve
 
 
-def _unlinked(request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
-    raise Unimplemented(f"sessions are parts of a link: call {LINK}")
-
-
 def _serialize(response: Any) -> bytes:
     """The bytes of an answer, or what holds them already."""
     return response if isinstance(response, bytes) else response.SerializeToString()
@@ -269,15 +264,13 @@ def add_service(
     Unary answers are awaitables, streamed ones async generators of messages or of their bytes; they raise CoppiceError
     to refuse. A caller that does not send the one message of a call within `health.MESSAGE_S`, or reads no answer for
     `limits.idle_s`, is refused too, and so is what a call would still do after `limits.call_s`. A method that it lacks
-    is UNIMPLEMENTED.
+    is UNIMPLEMENTED, and so is one that a link carries.
     """
     door = door or Door()
     served = {method: getattr(servicer, method.name) for method in service.methods if hasattr(servicer, method.name)}
-    linked = {
-        method: behaviour for method, behaviour in served.items() if f"/{service.full_name}/{method.name}" in LINKED
-    }
-    if linked:
-        served |= {**dict.fromkeys(linked, _unlinked), service.methods_by_name[LINK]: _link(linked, door)}
+    sessions = [method for method in served if f"/{service.full_name}/{method.name}" in LINKED]
+    if linked := {method: served.pop(method) for method in sessions}:
+        served[service.methods_by_name[LINK]] = _link(linked, door)
     handlers = {}
     for method, behaviour in served.items():
         answer = "stream" if method.server_streaming else "unary"
@@ -313,14 +306,6 @@ def most_calls(limits: Limits) -> int:
     return lasting + _SHORT_CALLS + 2 * health.MOST_CALLS
 
 
-def end_waits(waits: Iterable[asyncio.Timeout]) -> None:
-    """Let every wait time out now; one that does so already refuses another time."""
-    now = asyncio.get_running_loop().time()
-    for wait in waits:
-        if not wait.expired():
-            wait.reschedule(now)
-
-
 class StreamWaits:
     """Ends streams that idle too long, and all waiting streams at once when the server drains."""
 
@@ -331,7 +316,7 @@ class StreamWaits:
     async def next(self, messages: AsyncIterator[T]) -> T | None:
         """The next message, None at the stream's end. Raises Unavailable when idle too long or draining."""
         if self.draining.is_set():
-            raise Unavailable("the server is draining")
+            raise self._end()
         try:
             async with asyncio.timeout(self.idle_s) as wait:
                 self._waiting.add(wait)
@@ -374,7 +359,9 @@ class StreamWaits:
     async def end_on_drain(self) -> None:
         """Wait for the drain and end every waiting stream; run this as a task beside the server."""
         await self.draining.wait()
-        end_waits(self._waiting)
+        for wait in self._waiting:
+            if not wait.expired():  # else it refuses already
+                wait.reschedule(asyncio.get_running_loop().time())
 
 
 class Serving:

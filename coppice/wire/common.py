@@ -15,7 +15,7 @@ from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
-from coppice.wire.codec import Among, AsLongAs, Conversion, Length, Within, array, carried_by, codec, varint
+from coppice.wire.codec import Among, AsLongAs, Conversion, Length, Within, array, carried_by, varint
 
 ANYWHERE = Length(0, limits.MAX_CONTEXT)
 NODES = Length(0, limits.MAX_TREE_NODES)
@@ -188,17 +188,7 @@ DefaultPenalty = Annotated[
 """The repetition penalty of requests that set none, as a server describes it; one that knows of none has 1."""
 
 
-@carried_by(common.End)
-class End:
-    """How a session of a link ended: the number of a gRPC status; retry_after_ms is a number or empty."""
-
-    code: int = 0
-    details: str = ""
-    retry_after_ms: str = ""
-
-
 read_frame: Callable[[bytes], Any] = common.Frame.FromString
-_END = codec(End)
 
 
 def begin_item(session: int, method: str, trace: Mapping[str, str]) -> tuple[bytes, ...]:
@@ -213,9 +203,10 @@ def message_item(session: int, *message: bytes) -> tuple[bytes, ...]:
     return b"\x0a" + varint(len(header) + size) + header, *message  # of Frame.items
 
 
-def end_item(session: int, end: End) -> tuple[bytes, ...]:
-    """A side's last item of a session, as a part of a frame."""
-    return _element(common.Item(session=session, end=_END.fields(end)))
+def end_item(session: int, code: int = 0, details: str = "", retry_after_ms: str = "") -> tuple[bytes, ...]:
+    """A side's last item of a session, as a part of a frame: the number of a gRPC status, and what it says."""
+    end = common.End(code=code, details=details, retry_after_ms=retry_after_ms)
+    return _element(common.Item(session=session, end=end))
 
 
 def _element(item: common.Item) -> tuple[bytes, ...]:

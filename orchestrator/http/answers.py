@@ -24,22 +24,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
-from coppice.errors import (
-    Cancelled,
-    CoppiceError,
-    InvalidField,
-    Status,
-)
+from coppice.errors import Cancelled, CoppiceError, InvalidField, Status
 from coppice.rpc.server import MAX_DETAILS
 from coppice.wire.common import TopLogProbs
-from coppice.wire.generation import (
-    Chunk,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    Origin,
-    Started,
-)
+from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
 
 from ..service import GenerationServicer
 from ..text import TokenBytes
@@ -49,8 +37,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Events = AsyncGenerator[tuple[int, StreamEvent], None]
-"""of all choices of a request, each with its choice's index"""
+Events = AsyncGenerator[tuple[int, StreamEvent], None]  # of all choices of a request, each with its choice's index
 
 _PING_S = 15  # between two signs of life in a stream
 
@@ -152,8 +139,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-LEAST_LOG_PROB = -9999.0
-"""as OpenAI has it: JSON has no infinity"""
+LEAST_LOG_PROB = -9999.0  # as OpenAI has it: JSON has no infinity
 _BROKEN = "\ufffd"  # stands for bytes that are no character
 
 
@@ -165,10 +151,8 @@ def finite(log_prob: float) -> float:
 class Scored(NamedTuple):
     """A token with its log-probability, None at the prompt's beginning, and the best ones in its place."""
 
-    spelled: bytes
-    """what it adds to the text; b"" when it is left out"""
-    offset: int
-    """in the text, characters"""
+    spelled: bytes  # what it adds to the text; b"" when it is left out
+    offset: int  # in the text, characters
     log_prob: float | None
     top: list[tuple[bytes, float]]
 

@@ -25,8 +25,7 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # the only spelling: two keys are t
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _MOST_LOG_PROBS = 2 * MAX_CONTEXT  # that one answer tells: they are a few megabytes of JSON
 
-List = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first bad entry is told: it may have a million."""
+List = Annotated[list[T], Field(fail_fast=True)]  # A list of which the first bad entry is told: it may have a million.
 
 
 def _check_unicode(text: str) -> str:
@@ -37,8 +36,7 @@ def _check_unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_check_unicode)]
-"""A string that can be sent on: JSON can spell others."""
+Text = Annotated[str, AfterValidator(_check_unicode)]  # A string that can be sent on: JSON can spell others.
 
 
 class Object(BaseModel):

@@ -271,8 +271,7 @@ async def _traced(events: Events) -> AsyncGenerator[Json, None]:
 
 LIVES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
-OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}
-"""Paths that need no token"""
+OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}  # Paths that need no token
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)  # hosts that no name points to
 _BODY_S, _BODY_BYTES_S = 10, 64 << 10  # for a whole body, and one second more for each so many bytes of it
 _MOST_STRINGS = 4 * MAX_PARTS  # names of fields among them
@@ -291,7 +290,6 @@ class HttpDoor:
         self._calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             return
         begun = False

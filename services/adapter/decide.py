@@ -68,10 +68,8 @@ class Verdict:
 
 PRIOR_VALUES = {Arm.HEAD: 0.20, Arm.FULL: 0.25}
 """share of tokens/s that an update is first expected to gain for each rejected position a token"""
-PROVEN_SHARE = 15 / 16
-"""of a kind's texts for a variant that pays: the rest goes on being measured against it"""
-YOUNG_SHARE = 0.5
-"""of a kind's texts that a new variant drafts for: a comparison of equal sides ends soonest"""
+PROVEN_SHARE = 15 / 16  # of a kind's texts for a variant that pays: the rest goes on being measured against it
+YOUNG_SHARE = 0.5  # of a kind's texts that a new variant drafts for: a comparison of equal sides ends soonest
 _PRIOR_TEXT_S = {Arm.HEAD: 0.075, Arm.FULL: 0.15}  # seconds assumed of reading a text once, before any was read
 _PRIOR_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
 _PRIOR_DRAG = 0.15  # share of its speed that serving is expected to lose while an update trains
@@ -150,12 +148,9 @@ class BanditState(BaseModel):
 class Bandit:
     """Tells kinds of text apart, and decides for each of them: policy `bandit`. Texts of a kind are a group."""
 
-    demand: Demand = "texts"
-    """what drafters are to send"""
-    penalty = 0.0
-    """weight of the KL to the head as deployed in the loss of an update"""
-    empties = False
-    """whether an update uses its texts up"""
+    demand: Demand = "texts"  # what drafters are to send
+    penalty = 0.0  # weight of the KL to the head as deployed in the loss of an update
+    empties = False  # whether an update uses its texts up
     arms: tuple[Arm, ...] = UPDATES
 
     def __init__(self, state: BanditState | None = None) -> None:
@@ -397,8 +392,7 @@ class PaperState(BaseModel):
     s: float = 0.0  # of the latest query
     trigger_s: float = 0.0  # of the query that filled the buffer
     variant: int = 0
-    values: dict[Arm, float] = {}
-    """tokens/s that an arm gains for each unit of s"""
+    values: dict[Arm, float] = {}  # tokens/s that an arm gains for each unit of s
     updates: dict[Arm, int] = {}
     rates: list[float] = []  # tokens/s of the latest queries on these weights
     arm: Arm = Arm.SKIP  # of the event that is measured

@@ -40,10 +40,8 @@ _OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules 
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
 
 
-SESSIONS = 512
-"""ended queries whose late samples are still taken"""
-SAMPLES = 2048
-"""samples that wait for their query's end"""
+SESSIONS = 512  # ended queries whose late samples are still taken
+SAMPLES = 2048  # samples that wait for their query's end
 _LEARNT, _HELD_OUT = 128, 8  # texts of a group, the latest ones
 _HELD_OUT_EVERY = 6  # of the texts one is held out, to measure by
 
@@ -122,8 +120,7 @@ class Texts(Teacher):
         numbers = draft_number[ids.roll(-1, dims=1)]
         final = torch.full((*numbers.shape, size), -torch.inf, device=device)
         final.scatter_(-1, numbers.clamp(min=0)[..., None], 0.0)
-        self.answer = Answer(ids, features, final)
-        """`final` is (S, T, D) log-probabilities of the token behind each"""
+        self.answer = Answer(ids, features, final)  # `final` is (S, T, D) log-probabilities of the token behind each
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
         return final
@@ -133,8 +130,7 @@ class Pace:
     """Sleeps often enough that a thread computes for no more than a share of the time. Make it on that thread."""
 
     def __init__(self, share: float) -> None:
-        self.seconds = 0.0
-        """passed since it was made, as far as the process ran"""
+        self.seconds = 0.0  # passed since it was made, as far as the process ran
         self._share = share
         self._last, self._began = time.monotonic(), time.thread_time()
 
@@ -172,8 +168,7 @@ class Learner:
         self._draft_count = len(draft_ids)
         self._draft_number = torch.full((loaded.config.vocab_size + 1,), _NOTHING, dtype=torch.int64, device=device)
         self._draft_number[draft_ids] = torch.arange(len(draft_ids), device=device)
-        self.stopped = threading.Event()
-        """set by another thread: no more optimiser steps"""
+        self.stopped = threading.Event()  # set by another thread: no more optimiser steps
 
     def texts(self, samples: Sequence[Sample]) -> Texts:
         return Texts(samples, self._draft_number, self._draft_count)

@@ -33,8 +33,7 @@ from coppice.telemetry import serve_metrics
 from coppice.v1 import adapter_pb2 as pb
 
 from .learn import Learner
-from .loop import HeadLoop, OnThread
-from .push import Replicas
+from .loop import HeadLoop, OnThread, Replicas
 from .state import AdapterMetrics
 
 log = structlog.get_logger()
@@ -103,10 +102,8 @@ return 1
 _GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
 
 
-LEASE_KEY = "coppice:adapter"
-"""the hash with the active adapter's `token`, which expires a month after its lease"""
-LEASE_S = 10.0
-"""how long after the active adapter another one takes over"""
+LEASE_KEY = "coppice:adapter"  # the hash with the active adapter's `token`, which expires a month after its lease
+LEASE_S = 10.0  # how long after the active adapter another one takes over
 
 
 class LeaseLost(Exception):

@@ -26,8 +26,7 @@ from .decide import BanditState, PaperState
 log = structlog.get_logger()
 
 FILE = "state.json"
-VERSIONS = 8
-"""on disk at most"""
+VERSIONS = 8  # on disk at most
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
 
 
@@ -88,21 +87,15 @@ class State(BaseModel):
     paper: PaperState = PaperState()
     positions: dict[Stream, Annotated[str, Field(pattern=r"^\d+-\d+$")]] = {}
     """the id of the last entry that was read of each stream"""
-    numbers: dict[Stream, dict[str, int]] = {}
-    """by stream and sender, the highest number of an entry that was read"""
+    numbers: dict[Stream, dict[str, int]] = {}  # by stream and sender, the highest number of an entry that was read
     paused: bool = False
-    live: int = 0
-    """the version that is to be in use"""
-    good: int = 0
-    """the last version that was found good"""
-    newest: int = 0
-    """the highest number that was ever given to a version"""
+    live: int = 0  # the version that is to be in use
+    good: int = 0  # the last version that was found good
+    newest: int = 0  # the highest number that was ever given to a version
     queries: int = 0
     reverts: int = 0
-    history: list[dict[str, Any]] = []
-    """fields of each `QueryPoint` of the adapter's status"""
-    changes: list[dict[str, Any]] = []
-    """fields of each `Change` of it"""
+    history: list[dict[str, Any]] = []  # fields of each `QueryPoint` of the adapter's status
+    changes: list[dict[str, Any]] = []  # fields of each `Change` of it
     _file: Path = PrivateAttr(Path(FILE))
 
     @classmethod

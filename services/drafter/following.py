@@ -98,10 +98,8 @@ class _Ahead:
     """A draft that the client has not asked for yet."""
 
     step: DraftStep
-    fence: Fence | None = None
-    """of the client's step that confirmed it"""
-    deltas: list[TreeDelta] = field(default_factory=list)
-    """drafted before that"""
+    fence: Fence | None = None  # of the client's step that confirmed it
+    deltas: list[TreeDelta] = field(default_factory=list)  # drafted before that
 
     def answers(self, step: DraftStep) -> bool:
         """Whether it is a draft for a step, of about as many nodes."""
@@ -123,7 +121,7 @@ class Following:
         self._leads = 0  # drafts begun unasked
         self._asked = deque[tuple[DraftStep, int]]()  # steps that wait for features, and those behind
         self._asking: asyncio.Task[None] | None = None
-        self._ref: FeatureRef | None = None  # the session that is followed
+        self._ref = FeatureRef("", "", 0, 0)  # the session that is followed, if it has a name
         self._rows = bytearray()  # features of the positions _given.._end-1, if the head reads any
         self._end = 0
         self._dtype = ""
@@ -151,7 +149,7 @@ class Following:
         self._given = ref.start if reads else end
         self._follow(ref, "open.features.ref")
         if reads:
-            await self._come(ref, end, OPEN_S)
+            await self._come(end, OPEN_S)
         self._opened = True
         return replace(opening, features=self._take(end) if reads else None)
 
@@ -161,33 +159,29 @@ class Following:
         One that has to wait for features goes on when they are here, and so do the steps behind it.
         """
         self._asked.append((step, arrived))
-        if (self._asking is None or self._asking.done()) and (wait := self._take_asked()):
-            self._asking = asyncio.create_task(self._catch_up(*wait))
+        if (self._asking is None or self._asking.done()) and (end := self._take_asked()):
+            self._asking = asyncio.create_task(self._catch_up(end))
 
-    async def _catch_up(self, ref: FeatureRef, end: int) -> None:
-        """Wait for the features that a step needs, then give it to the worker."""
-        wait: tuple[FeatureRef, int] | None = (ref, end)
+    async def _catch_up(self, end: int) -> None:
+        """Wait for the features up to `end` that a step needs, then give it to the worker."""
         try:
-            while wait:
-                await self._come(*wait, STEP_S)
-                wait = self._take_asked()
+            while end:
+                await self._come(end, STEP_S)
+                end = self._take_asked()
         except Exception as error:
             self._session.answer(error)
 
-    def _take_asked(self) -> tuple[FeatureRef, int] | None:
-        """Do what the steps ask that wait; what one of them needs features of, None: nothing is left. Raises
-        InvalidField.
-        """
+    def _take_asked(self) -> int:
+        """Do what waiting steps ask; up to where one of them needs features, 0: none does. Raises InvalidField."""
         while self._asked and not self._closed:
-            step, arrived = self._asked[0]
-            if (wait := self._ask(step, arrived)) is not None:
-                return wait
+            if end := self._ask(*self._asked[0]):
+                return end
             self._asked.popleft()
-        return None
+        return 0
 
-    def _ask(self, step: DraftStep, arrived: int) -> tuple[FeatureRef, int] | None:
+    def _ask(self, step: DraftStep, arrived: int) -> int:
         ref, own = step.advance.features.ref if step.advance.features else None, self._ref
-        if ref is not None and not (own and (own.verifier, own.session) == (ref.verifier, ref.session)):
+        if ref is not None and (own.verifier, own.session) != (ref.verifier, ref.session):
             self._follow(ref, "step.advance.features.ref")
         self._last, ahead, fence = step, self._ahead, step.fence
         if ahead is not None and ahead.answers(step):
@@ -195,22 +189,22 @@ class Following:
             for delta in ahead.deltas:
                 self._session.answer(delta)
             ahead.deltas.clear()
-            return None
+            return 0
         self._ahead = None
         new = fence.committed_len - self._given
         if new < 0:
             self._session.answer(TreeDelta(fence, DraftTree.empty(), last=True))  # the text has gone on
-            return None
+            return 0
         ids = step.advance.ids[max(0, len(step.advance.ids) - new) :]
         features = None
-        if ids and self._ref is not None and self._head.feature_layers:
+        if ids and self._head.feature_layers:
             end = self._given + len(ids)
             if self._end < end:
-                return self._ref, end
+                return end
             features = self._take(end)
         self._given = fence.committed_len
         self._give(replace(step, advance=Advance(ids, features, step.advance.rejection)), arrived)
-        return None
+        return 0
 
     def answer(self, delta: TreeDelta) -> TreeDelta | None:
         """A part of a draft as the client is to have it; None while it has not asked, or when it asked another one."""
@@ -257,13 +251,13 @@ class Following:
         self._stop()
         self._ref = ref
         if not layers:
-            self._begin(ref, self._given)
+            self._begin(self._given)
 
-    def _begin(self, ref: FeatureRef, end: int) -> None:
+    def _begin(self, end: int) -> None:
         """Follow anew, with rows of the positions that the head was not given; those up to `end` are committed."""
         self._stop()
         start, layers = self._given, self._head.feature_layers
-        ref = replace(ref, start=start, count=end - start if layers else 0, layers=layers)
+        ref = replace(self._ref, start=start, count=end - start if layers else 0, layers=layers)
         self._reason = "the session has ended"
         self._task = asyncio.create_task(self._read(ref))
         self._task.add_done_callback(lambda _: self._news.set())
@@ -280,7 +274,7 @@ class Following:
         elif task is not None:
             task.cancel()
 
-    async def _come(self, ref: FeatureRef, end: int, within_s: float) -> None:
+    async def _come(self, end: int, within_s: float) -> None:
         """Wait for features of the positions up to `end`, excluded, that the head was not given.
 
         A stream that has ended is begun once more. Raises Unavailable, InvalidField.
@@ -289,7 +283,7 @@ class Following:
             async with asyncio.timeout(within_s):
                 for _ in range(2 if self._opened else 1):
                     if self._end < end and not self._closed and (self._task is None or self._task.done()):
-                        self._begin(ref, end)
+                        self._begin(end)
                     while self._end < end and self._task is not None and not self._task.done():
                         self._news.clear()
                         await self._news.wait()
@@ -299,7 +293,7 @@ class Following:
             return
         if isinstance(self._reason, InvalidField) and self._reason.field.startswith(("open.", "step.")):
             raise self._reason
-        raise Unavailable(f"no features from the verifier at {ref.verifier}: {self._reason}")
+        raise Unavailable(f"no features from the verifier at {self._ref.verifier}: {self._reason}")
 
     def _take(self, end: int) -> Features:
         """Features of the positions up to `end`, which have come; they are kept no longer."""

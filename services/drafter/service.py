@@ -1,4 +1,4 @@
-"""DrafterService on the wire: sessions live on links. And what serves them: the heads of a process."""
+"""DrafterService on the wire: sessions live on links. And `drafting`, which serves the heads of a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 import structlog
-from prometheus_client import CollectorRegistry
 
 from coppice.adaptation.signals import Producer
 from coppice.config.settings import Settings
@@ -26,20 +25,8 @@ from coppice.rpc.link import Context, Inbox
 from coppice.rpc.server import Serving, StreamWaits
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
-from coppice.wire.drafter import (
-    DraftOpened,
-    DraftStep,
-    OpenDraft,
-    TreeDelta,
-    WeightsHeader,
-    WeightsPart,
-    WeightsSynced,
-    draft_response_to_wire,
-    head_to_wire,
-    read_draft_request,
-    read_weights,
-    synced_to_wire,
-)
+from coppice.wire import drafter
+from coppice.wire.drafter import DraftOpened, DraftStep, OpenDraft, TreeDelta, WeightsHeader, WeightsPart, WeightsSynced
 
 from .following import Following, LocalVerifier, Verifiers
 from .worker import Answer, Samples, Worker
@@ -50,85 +37,22 @@ PART_S = 30.0  # longest wait for a part of it: others wait for its end
 DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
 
-class WeightSync:
-    def __init__(self, worker: Worker, waits: StreamWaits) -> None:
-        self._worker, self._waits = worker, waits
-        self._turn = asyncio.Lock()
-
-    async def take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
-        """Read one push to its end and put it to use; a push of what is in use is acknowledged unchecked.
-
-        The answer may be lost when the weights are in use already, so a sender asks again with the same push. Raises
-        Overloaded beside another push, and what Staging raises.
-        """
-        try:
-            if self._turn.locked():
-                raise Overloaded("another weight sync is running")
-            async with self._turn:
-                return await self._take(messages)
-        except CoppiceError as error:
-            log.warning("weights refused", reason=str(error))
-            await self._drop(messages)
-            raise
-
-    async def _take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
-        began = time.perf_counter()
-        header = await self._next(messages)
-        if not isinstance(header, WeightsHeader):
-            raise InvalidField("kind", "the first message of a weight sync is header")
-        staging = self._worker.staging(header)
-        if staging.in_use:
-            await self._drop(messages)
-            return WeightsSynced(header.version, header.weights_hash)
-        while (part := await self._next(messages)) is not None:
-            if not isinstance(part, WeightsPart):
-                raise InvalidField("kind", "every message but the first is part")
-            await asyncio.to_thread(staging.add, part)  # hashing it would hold up the deltas of every session
-        swap_ns = await self._worker.replace_weights(staging)
-        took = round(time.perf_counter() - began, 3)
-        log.info("weights in use", version=header.version, bytes=header.size, took_s=took, swap_us=swap_ns // 1000)
-        return WeightsSynced(header.version, header.weights_hash, swap_ns)
-
-    async def _drop(self, messages: AsyncIterator[Any]) -> None:
-        """Read what still comes. A sender whose write fails reports that, and not the status that we end with."""
-        with contextlib.suppress(TimeoutError, CoppiceError):
-            async with asyncio.timeout(DROP_S):
-                while await self._waits.next(messages) is not None:
-                    pass
-
-    async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
-        """The next message; None at the end. Raises Unavailable when none comes for a while."""
-        try:
-            async with asyncio.timeout(PART_S):
-                message = await self._waits.next(messages)
-        except TimeoutError:
-            raise Unavailable(f"no part for {PART_S:g} s") from None
-        return None if message is None else read_weights(message, MAX_WEIGHTS_BYTES)
-
-
 class DrafterServicer:
     """Checks what comes in, hands it to a head's worker, sends what comes back."""
 
-    def __init__(
-        self,
-        workers: Mapping[str, Worker],
-        limits: Limits,
-        waits: StreamWaits,
-        verifiers: Verifiers,
-    ) -> None:
+    def __init__(self, workers: Mapping[str, Worker], limits: Limits, waits: StreamWaits, verifiers: Verifiers) -> None:
         """workers: of the heads, by their pools' names."""
-        self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
-        self._syncs = {name: WeightSync(worker, waits) for name, worker in workers.items()}
+        self.workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
 
     def _named(self, context: grpc.aio.ServicerContext) -> str:
         """The head that a call's metadata name, or the only one. Raises InvalidField, Unavailable."""
-        name = next(iter(self._workers))
-        if len(self._workers) > 1:
+        name = next(iter(self.workers))
+        if len(self.workers) > 1:
             metadata = context.invocation_metadata() or ()
             name = next((value.decode(errors="replace") for key, value in metadata if key == HEAD), "")
-        if name not in self._workers:
-            raise InvalidField(HEAD, f"names {name!r}; here are {', '.join(self._workers)}")
-        if self._workers[name].failed.is_set():
+        if name not in self.workers:
+            raise InvalidField(HEAD, f"names {name!r}; here are {', '.join(self.workers)}")
+        if self.workers[name].failed.is_set():
             raise Unavailable(f"the head {name} has failed")
         return name
 
@@ -137,8 +61,8 @@ class DrafterServicer:
         message = await self._waits.next(requests)
         if message is None:
             return
-        worker = self._workers[self._named(context)]
-        opening = read_draft_request(message, worker.description.vocab_size)
+        worker = self.workers[self._named(context)]
+        opening = drafter.read_draft_request(message, worker.description.vocab_size)
         if not isinstance(opening, OpenDraft):
             raise InvalidField("kind", "the first message of a session is open")
         if worker.sessions >= self._limits.sessions:
@@ -149,7 +73,7 @@ class DrafterServicer:
         following = Following(worker, session, self._verifiers)
 
         def take(message: Any) -> None:
-            arrived, step = time.perf_counter_ns(), read_draft_request(message, worker.description.vocab_size)
+            arrived, step = time.perf_counter_ns(), drafter.read_draft_request(message, worker.description.vocab_size)
             if not isinstance(step, DraftStep):
                 raise InvalidField("kind", "the session is open already")
             session.check_backlog()
@@ -159,7 +83,7 @@ class DrafterServicer:
         def answer(part: Answer) -> None:
             if isinstance(part, TreeDelta) and (delta := following.answer(part)) is not None:
                 woken = time.perf_counter_ns()
-                message = draft_response_to_wire(delta).SerializeToString()
+                message = drafter.draft_response_to_wire(delta).SerializeToString()
                 encoded = time.perf_counter_ns()
                 context.send(message)
                 if trace is not None and delta.last:
@@ -172,7 +96,7 @@ class DrafterServicer:
 
         try:
             worker.open(session, await following.open(opening, not opening.want_misses))
-            yield draft_response_to_wire(await opened)
+            yield drafter.draft_response_to_wire(await opened)
             if trace is not None:
                 trace.add("open", began, time.perf_counter_ns())
             session.answer = answer
@@ -184,14 +108,63 @@ class DrafterServicer:
     async def DescribeHead(
         self, request: drafter_pb2.DescribeHeadRequest, context: grpc.aio.ServicerContext
     ) -> drafter_pb2.DescribeHeadResponse:
-        """What is served, and how many sessions."""
-        return head_to_wire(self._workers[self._named(context)].description)
+        return drafter.head_to_wire(self.workers[self._named(context)].description)
 
     async def SyncWeights(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> drafter_pb2.SyncWeightsResponse:
-        """One push of weights; drafting goes on beside it."""
-        return synced_to_wire(await self._syncs[self._named(context)].take(requests))
+        """One push of weights; drafting goes on beside it. A push of what is in use is acknowledged unchecked, as its
+        answer may have been lost. Raises Overloaded beside another push, and what Staging raises.
+        """
+        worker = self.workers[self._named(context)]
+        try:
+            if worker.syncing.locked():
+                raise Overloaded("another weight sync is running")
+            async with worker.syncing:
+                return drafter.synced_to_wire(await self._sync(worker, requests))
+        except CoppiceError as error:
+            log.warning("weights refused", reason=str(error))
+            await self._drop(requests)
+            raise
+
+    async def _sync(self, worker: Worker, messages: AsyncIterator[Any]) -> WeightsSynced:
+        """Read one push to its end and put it to use."""
+        began = time.perf_counter()
+        header = await self._next(messages)
+        if not isinstance(header, WeightsHeader):
+            raise InvalidField("kind", "the first message of a weight sync is header")
+        from .staging import Staging  # with torch, which heads that count do without
+
+        staging = Staging(header, worker.head)
+        if staging.in_use:
+            await self._drop(messages)
+            return WeightsSynced(header.version, header.weights_hash)
+        while (part := await self._next(messages)) is not None:
+            if not isinstance(part, WeightsPart):
+                raise InvalidField("kind", "every message but the first is part")
+            await asyncio.to_thread(staging.add, part)  # hashing it would hold up the deltas of every session
+        prepared = await asyncio.to_thread(staging.prepare)  # beside the drafts
+        swap_ns, old = await worker.run(partial(staging.swap, *prepared))  # between two of them
+        await asyncio.to_thread(old.clear)  # freeing them takes a while
+        took = round(time.perf_counter() - began, 3)
+        log.info("weights in use", version=header.version, bytes=header.size, took_s=took, swap_us=swap_ns // 1000)
+        return WeightsSynced(header.version, header.weights_hash, swap_ns)
+
+    async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
+        """The next message; None at the end. Raises Unavailable when none comes for a while."""
+        try:
+            async with asyncio.timeout(PART_S):
+                message = await self._waits.next(messages)
+        except TimeoutError:
+            raise Unavailable(f"no part for {PART_S:g} s") from None
+        return None if message is None else drafter.read_weights(message, MAX_WEIGHTS_BYTES)
+
+    async def _drop(self, messages: AsyncIterator[Any]) -> None:
+        """Read what still comes. A sender whose write fails reports that, and not the status that we end with."""
+        with contextlib.suppress(TimeoutError, CoppiceError):
+            async with asyncio.timeout(DROP_S):
+                while await self._waits.next(messages) is not None:
+                    pass
 
 
 def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int, woken: int, encoded: int) -> None:
@@ -206,50 +179,37 @@ def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int,
     trace.add("draft", arrived, encoded, parts, step=delta.fence.step)
 
 
-class Drafters:
-    """Heads between `start` and `stop`, one or more in a process."""
+@contextlib.asynccontextmanager
+async def drafting(
+    each: Mapping[str, Settings],
+    serving: Serving,
+    metrics: SessionMetrics,
+    verifier: LocalVerifier | None = None,
+    host: BatchingThread | None = None,
+) -> AsyncIterator[DrafterServicer]:
+    """Load heads and serve them inside the block.
 
-    def __init__(
-        self,
-        each: Mapping[str, Settings],
-        serving: Serving,
-        registry: CollectorRegistry | None = None,
-        verifier: LocalVerifier | None = None,
-        host: BatchingThread | None = None,
-    ) -> None:
-        """each: the settings of every head, by its pool's name, which differ in section drafter alone.
-
-        verifier and host: those of this process, which computes on the host's thread. Raises InvalidField.
-        """
-        settings = next(iter(each.values()))
-        metrics = SessionMetrics("drafter", registry)
-        self.registry, serving.links = metrics.registry, metrics.links.track_inprogress
-        self._producer = Producer(settings.adaptation.redis, metrics.registry, list(each))
-        self._sends = bool(settings.adaptation.redis)
-        self.workers = {
-            name: Worker(
-                partial(served_head, own.drafter),
-                metrics,
-                Samples(self._producer, name) if self._sends else None,
-                host,
-            )
-            for name, own in each.items()
-        }
-        allowed, redis = settings.drafter.verifiers, settings.directory.redis
-        addresses = directory(allowed, "verifier", "", redis, "drafter.verifiers") if allowed else None
-        self._verifiers = Verifiers(Dialer(settings.tls), addresses, verifier)
-        self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers)
-
-    async def start(self) -> None:
-        """Load the heads. Raises what a head's builder raises."""
-        for worker in self.workers.values():
-            await worker.start()
-        self._watching = asyncio.create_task(self._verifiers.run())
-        if self._sends:
-            self._producer.start()
-
-    async def stop(self) -> None:
-        self._watching.cancel()
-        for worker in self.workers.values():
+    each: the settings of every head, by its pool's name, which differ in section drafter alone. verifier and host:
+    those of this process, which computes on the host's thread. Raises InvalidField, and what a head's builder raises.
+    """
+    settings = next(iter(each.values()))
+    producer, sends = Producer(settings.adaptation.redis, metrics.registry, list(each)), bool(settings.adaptation.redis)
+    workers = {
+        name: Worker(partial(served_head, own.drafter), metrics, Samples(producer, name) if sends else None, host)
+        for name, own in each.items()
+    }
+    allowed, redis = settings.drafter.verifiers, settings.directory.redis
+    addresses = directory(allowed, "verifier", "", redis, "drafter.verifiers") if allowed else None
+    verifiers = Verifiers(Dialer(settings.tls), addresses, verifier)
+    for worker in workers.values():
+        await worker.start()
+    watching = asyncio.create_task(verifiers.run())
+    if sends:
+        producer.start()
+    try:
+        yield DrafterServicer(workers, settings.limits, serving.waits, verifiers)
+    finally:
+        watching.cancel()
+        for worker in workers.values():
             await worker.stop()
-        await self._producer.stop()
+        await producer.stop()

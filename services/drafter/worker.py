@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -23,17 +22,13 @@ from coppice.limits import MAX_CONTEXT
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.wire.common import Features, Fence, committed_hash
-from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
-
-if TYPE_CHECKING:
-    from .staging import Staging
+from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
 
 log = structlog.get_logger()
 
 HASH_CHUNK = 4096  # prompt ids hashed before other sessions get their turn
 MAX_BACKLOG = 32  # steps not taken
-WINDOW = 64
-"""positions of a sample"""
+WINDOW = 64  # positions of a sample
 _LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
 
 Answer = DraftOpened | TreeDelta | Exception
@@ -44,22 +39,16 @@ class Session:
     """What lies above `taken` belongs to the event loop, the rest to the worker's thread."""
 
     key: int
-    answer: Callable[[Answer], None]
-    """called on the event loop with what comes of its opening and its steps"""
-    sent: int = 0
-    """steps handed to the worker"""
-    newest: int | None = None
-    """number of the newest step while it is not answered"""
-    taken: int = 0
-    """steps the worker took; the event loop reads it"""
+    answer: Callable[[Answer], None]  # called on the event loop with what comes of its opening and its steps
+    sent: int = 0  # steps handed to the worker
+    newest: int | None = None  # number of the newest step while it is not answered
+    taken: int = 0  # steps the worker took; the event loop reads it
     drafting: tuple[int, int] = 0, 0
     """when the step that is drafted for came, and when the thread began, of `perf_counter_ns`; the loop reads it"""
-    opening: OpenDraft | None = None
-    """without ids and features"""
+    opening: OpenDraft | None = None  # without ids and features
     length: int = 0
     hash: int = committed_hash(())
-    too_long: bool = False
-    """longer than the head drafts for, so that the head does not hold it"""
+    too_long: bool = False  # longer than the head drafts for, so that the head does not hold it
 
     def check_backlog(self) -> None:
         """Raise Overloaded when the client sends steps faster than the head drafts."""
@@ -89,11 +78,9 @@ class Waiting:
     fence: Fence
     arrived_ns: int
     job: DraftJob
-    miss: float | None
-    """1 - r of the draft before it"""
+    miss: float | None  # 1 - r of the draft before it
     parts: list[Growth] = field(default_factory=list)
-    is_sent: bool = False
-    """in part"""
+    is_sent: bool = False  # in part
     is_done: bool = False
 
     @property
@@ -137,33 +124,29 @@ class _Window:
     """A session's latest committed positions: at most WINDOW ids and feature rows."""
 
     def __init__(self, opening: OpenDraft, features: Features) -> None:
-        self.session = opening.session
-        self.ids: list[int] = []
-        self.rows: list[bytes] = []
+        self.session, self.ids, self.rows = opening.session, list[int](), b""
         self.append(opening.ids, features)
         self.sampled = self.end  # the end of the last sample, before the first one the prompt's end
 
     def append(self, ids: list[int], features: Features) -> None:
         """Take the features of positions up to a new end, `ids` those of its last positions."""
-        count = min(features.count, len(ids), WINDOW)
-        rows, width = features.inline or b"", len(features.inline or b"") // max(1, features.count)
-        first = features.count - count
+        rows, count = features.inline or b"", min(features.count, len(ids), WINDOW)
+        width = len(rows) // max(1, features.count)
         self.ids = [*self.ids, *ids[len(ids) - count :]][-WINDOW:]
-        new = [rows[at * width : (at + 1) * width] for at in range(first, features.count)]
-        self.rows = [*self.rows, *new][-WINDOW:]
-        self.dtype, self.end = features.dtype or "float32", features.start + features.count
+        self.rows = (self.rows + rows[len(rows) - count * width :])[-len(self.ids) * width :]
+        self.dtype, self.end, self.width = features.dtype or "float32", features.start + features.count, width
 
 
 class Samples:
     """Cuts samples of sessions by their key, and queues them while an adapter learns from texts."""
 
     def __init__(self, producer: Producer, head: str) -> None:
-        self._producer, self._head = producer, head
+        self._producer, self.head = producer, head
         self._windows: dict[int, _Window] = {}
 
     @property
     def _wanted(self) -> bool:
-        return bool(self._producer.demand_for(self._head))
+        return bool(self._producer.demand_for(self.head))
 
     def open(self, key: int, opening: OpenDraft) -> None:
         """Take a session's prompt, if samples are wanted now and it comes with features."""
@@ -185,8 +168,8 @@ class Samples:
     def _offer(self, window: _Window, least: int) -> None:
         if self._wanted and window.end - window.sampled >= least:
             window.sampled = window.end
-            sample = Sample(window.session, np.array(window.ids, np.int64), b"".join(window.rows[:-1]), window.dtype)
-            self._producer.sample(self._head, sample)
+            sample = Sample(window.session, np.array(window.ids, np.int64), window.rows[: -window.width], window.dtype)
+            self._producer.sample(self.head, sample)
 
 
 class Worker(BatchingThread):
@@ -202,6 +185,7 @@ class Worker(BatchingThread):
         """`build` runs on the thread. host: whose thread it is, see BatchingThread."""
         super().__init__("head", host=host)
         self._build, self._metrics, self._samples = build, metrics, samples
+        self.syncing = asyncio.Lock()  # while a push of weights comes
         self._keys = itertools.count()
         # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
         self._opened = self._closed = self._remembered = 0
@@ -213,7 +197,7 @@ class Worker(BatchingThread):
     def description(self) -> HeadDescription:
         """What the head is and how many sessions it has."""
         opened, closed = self._opened, self._closed
-        return replace(self._head.description, sessions=opened - closed, sessions_opened=opened, sessions_closed=closed)
+        return replace(self.head.description, sessions=opened - closed, sessions_opened=opened, sessions_closed=closed)
 
     @property
     def sessions(self) -> int:
@@ -238,27 +222,11 @@ class Worker(BatchingThread):
         """Free a session, whether it was opened or not."""
         self.post(partial(self._take_close, session))
 
-    def staging(self, header: WeightsHeader) -> Staging:
-        """Where the parts of a push of weights go. Raises what Staging raises."""
-        from .staging import Staging  # with torch, which heads that count do without
-
-        return Staging(header, self._head)
-
-    async def replace_weights(self, staging: Staging) -> int:
-        """Make what was staged ready beside the drafts, and put it to use between two of them.
-
-        Returns for how long nothing was drafted, nanoseconds. Raises what `Staging.prepare` and `Staging.swap` raise.
-        """
-        prepared = await asyncio.to_thread(staging.prepare)
-        swap_ns, old = await self.run(partial(staging.swap, *prepared))
-        await asyncio.to_thread(old.clear)  # freeing them takes a while
-        return int(swap_ns)
-
     # --- the thread ---
 
     def load(self) -> None:
-        self._head = self._build()
-        self._max_context = self._head.max_context or MAX_CONTEXT
+        self.head = self._build()
+        self._max_context = self.head.max_context or MAX_CONTEXT
 
     def idle(self) -> bool:
         """Whether neither a step nor an opening waits."""
@@ -287,7 +255,7 @@ class Worker(BatchingThread):
             session.append(opening.ids[start : start + HASH_CHUNK])
             yield
         if not self._is_too_long(session):
-            yield from self._head.open(session.key, opening)
+            yield from self.head.open(session.key, opening)
         if self._samples:
             self._samples.open(session.key, opening)
 
@@ -297,7 +265,7 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            opened = DraftOpened(self._version) if session.too_long else self._head.opened(session.key)
+            opened = DraftOpened(self._version) if session.too_long else self.head.opened(session.key)
             self._post([(session, opened)])
         except Exception as error:
             self._fail(session, error)
@@ -326,7 +294,7 @@ class Worker(BatchingThread):
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
         session.advance(step)
-        miss = None if self._is_too_long(session) else self._head.advance(session.key, advance)
+        miss = None if self._is_too_long(session) else self.head.advance(session.key, advance)
         if self._samples:
             self._samples.advance(session.key, advance)
         return miss
@@ -335,7 +303,7 @@ class Worker(BatchingThread):
         """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
         if not session.too_long and session.length > self._max_context:
             session.too_long = True
-            self._head.close(session.key)
+            self.head.close(session.key)
             self._metrics.too_long.inc()
         return session.too_long
 
@@ -344,12 +312,12 @@ class Worker(BatchingThread):
         if self._samples:
             self._samples.close(session.key)
         try:
-            self._head.close(session.key)
+            self.head.close(session.key)
         except Exception:
             log.exception("closing failed", session=session.key)
         self._closed += 1
         self._metrics.closed.inc()
-        remembered = self._head.remembered
+        remembered = self.head.remembered
         self._metrics.remembered.inc(remembered - self._remembered)  # other heads of the process count there, too
         self._remembered = remembered
 
@@ -397,9 +365,9 @@ class Worker(BatchingThread):
 
         Each wakes this process's event loop, which takes the interpreter from the thread, and the orchestrator.
         """
-        forward_before = self._head.forward_ns
-        for parts in self._head.draft([step.job for step in waiting]):
-            forward_ns = self._head.forward_ns - forward_before
+        forward_before = self.head.forward_ns
+        for parts in self.head.draft([step.job for step in waiting]):
+            forward_ns = self.head.forward_ns - forward_before
             answers: list[tuple[Session, Answer]] = []
             for part in parts:
                 step = waiting[part.job]
@@ -414,7 +382,7 @@ class Worker(BatchingThread):
     @property
     def _version(self) -> int:
         """Of the weights in use."""
-        return self._head.description.weights_version
+        return self.head.description.weights_version
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""

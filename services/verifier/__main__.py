@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -51,28 +52,25 @@ async def serve(settings: Settings) -> int:
     registries = own_registries(settings, "verifier") + (own_registries(settings, "drafter", *heads) if heads else [])
     serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registries=registries)
     worker = Worker(settings.verifier, metrics)
-    beside: dict[ServiceDescriptor, object] = {}
-    drafters = None
-    if heads:
-        from ..drafter.service import Drafters
-
-        drafters = Drafters(heads, serving, metrics.registry, worker, worker)
-        beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters.servicer}
     serving.links = metrics.links.track_inprogress
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})
     serving.others["memory"] = worker.engine.memory
-    if drafters:
-        await drafters.start()
-    servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
-    port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port, beside=beside)
-    worker.address = serving.address
-    code = await serving.until_stopped(worker.failed)
-    if drafters:
-        await drafters.stop()
-    await worker.stop()
-    return code
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(worker.stop)
+        beside: dict[ServiceDescriptor, object] = {}
+        if heads:
+            from ..drafter.service import drafting
+
+            drafters = drafting(heads, serving, SessionMetrics("drafter", metrics.registry), worker, worker)
+            beside[drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]] = await stack.enter_async_context(
+                drafters
+            )
+        servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
+        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
+        await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port, beside=beside)
+        worker.address = serving.address
+        return await serving.until_stopped(worker.failed)
 
 
 if __name__ == "__main__":

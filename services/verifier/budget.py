@@ -19,8 +19,7 @@ from coppice.speculation.tree import path_scores
 
 from .session import Job
 
-Seconds = Callable[[Sequence[int]], list[float]]
-"""wall time of a packed step, by the rows of its forward"""
+Seconds = Callable[[Sequence[int]], list[float]]  # wall time of a packed step, by the rows of its forward
 
 
 class CostCurve:

@@ -21,8 +21,7 @@ from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_k
 from .session import Job
 
 ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
-COLUMNS = KEY, TEMPERATURE, LEAST
-"""what the kernel reads of a table"""
+COLUMNS = KEY, TEMPERATURE, LEAST  # what the kernel reads of a table
 _ROWS_AT_ONCE = 64  # that are sorted: their probabilities are float64 and as wide as the vocabulary
 
 Ints = NDArray[np.int64]
@@ -36,12 +35,9 @@ class Draws(NamedTuple):
     table: Tensor
     """(6, S) int64 where the logits are: the row's number, the bits of its position's key and top_k, 0 for all; then
     the bits of float64: temperature, top_p and the logarithm of min_p"""
-    most_k: int
-    """the largest top_k"""
-    nuclei: int
-    """rows that top-p cuts"""
-    cut: int
-    """rows that top-p or top-k cuts"""
+    most_k: int  # the largest top_k
+    nuclei: int  # rows that top-p cuts
+    cut: int  # rows that top-p or top-k cuts
 
 
 def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:

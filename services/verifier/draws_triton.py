@@ -12,8 +12,7 @@ from torch import Tensor
 
 from coppice.speculation import sampling
 
-PART = 2048
-"""tokens of a row that a program looks at"""
+PART = 2048  # tokens of a row that a program looks at
 
 _GAMMA, _FIRST, _SECOND = (
     tl.constexpr(number) for number in (sampling.GAMMA, sampling.MULTIPLIER_1, sampling.MULTIPLIER_2)

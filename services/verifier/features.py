@@ -15,8 +15,7 @@ from coppice.rpc.link import Inbox
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import Commit
 
-Numbers = NDArray[Any]
-"""Feature rows on the host: float32, or the bits of bfloat16, which numpy does not have."""
+Numbers = NDArray[Any]  # Feature rows on the host: float32, or the bits of bfloat16, which numpy does not have.
 FEATURE_WINDOW = 4096  # positions whose features a session keeps for followers
 MOST_UNREAD = 32  # commits that wait for a follower; then it is cut off, and may follow again
 
@@ -25,8 +24,7 @@ class FeatureWindow:
     """The features of a session's latest positions, at most FEATURE_WINDOW rows and a chunk."""
 
     def __init__(self) -> None:
-        self.start = self.end = 0
-        """the first position held, and one behind the last"""
+        self.start = self.end = 0  # the first position held, and one behind the last
         self._chunks: deque[Numbers] = deque()
 
     def append(self, rows: Numbers) -> None:

@@ -47,8 +47,7 @@ class Prefix:
         self.reused_tokens = len(cached) * table.block_size
         self._layers = layers
         self._salted, self._digest = bool(salt), cached[-1].digest if cached else root_digest(salt)
-        self.ids: list[int] = []
-        """that were appended and are in no full block yet"""
+        self.ids: list[int] = []  # that were appended and are in no full block yet
         self._rows: list[Numbers] = []
 
     def append(self, ids: Sequence[int], features: Numbers | None) -> None:

@@ -37,8 +37,7 @@ from coppice.stack.spec import checkout
 log = structlog.get_logger()
 
 HOST = "127.0.0.1"
-SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invariant")
-"""settings that other ranks need"""
+SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invariant")  # settings that other ranks need
 _PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
 _STOP_S, _LAST_WORDS_S = 5.0, 3.0
 

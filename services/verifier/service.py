@@ -40,7 +40,6 @@ class VerifierServicer:
         self._opened = self._closed = 0
 
     async def Verify(self, requests: Inbox, context: Context) -> AsyncIterator[Any]:
-        """One session."""
         message = await self.waits.next(requests)
         if message is None:
             return
@@ -113,7 +112,6 @@ class VerifierServicer:
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext
     ) -> verifier_pb2.DescribeTargetResponse:
-        """What is served."""
         return verifier.target_to_wire(
             TargetDescription(
                 name=self.settings.verifier.name,

@@ -135,8 +135,7 @@ class Session:
 
     def __init__(self, key: int, request: OpenSession, prefix: Prefix, vocab_size: int) -> None:
         self.key, self.request, self.prefix = key, request, prefix
-        self.table: BlockTable = prefix.table
-        """where its KV lies"""
+        self.table: BlockTable = prefix.table  # where its KV lies
         self.step = 0
         self.committed_len = 0
         self.hash = committed_hash(())
@@ -210,31 +209,22 @@ class Job:
     session: Session
     answer: Callable[[Any], None]
     arrived: int
-    step: VerifyStep | None = None
-    """None for the opening of a session"""
+    step: VerifyStep | None = None  # None for the opening of a session
     tree: DraftTree = field(default_factory=DraftTree.empty)
-    verified: tuple[int, ...] = ()
-    """the sender's numbers of the tree's nodes, when some were left out"""
+    verified: tuple[int, ...] = ()  # the sender's numbers of the tree's nodes, when some were left out
     started: int = 0
     forward_ns: int = 0
-    scores: list[float] = field(default_factory=list)
-    """log-probabilities of the prompt's ids, if they are asked for"""
+    scores: list[float] = field(default_factory=list)  # log-probabilities of the prompt's ids, if they are asked for
     score_tops: list[TopLogProbs] = field(default_factory=list)
 
     # Of the forward under way.
     piece: Piece = field(init=False)
-    first: int = field(init=False)
-    """the piece's first row of the batch"""
-    logits: Tensor = field(init=False)
-    """(K, V) of the rows that the piece keeps"""
-    drawn: Sequence[int] = ()
-    """(K,) ids that a device drew behind them, -1 where it refused; empty: the host draws"""
-    text: Sequence[int] = ()
-    """rows of the piece that are text: all of a prompt, of a step those on the walk's path"""
-    next_root: int | None = None
-    """the id drawn behind the text; None where no root follows"""
-    features: Numbers | None = None
-    """(len(text), F) of these rows on the host, if the session wants any"""
+    first: int = field(init=False)  # the piece's first row of the batch
+    logits: Tensor = field(init=False)  # (K, V) of the rows that the piece keeps
+    drawn: Sequence[int] = ()  # (K,) ids that a device drew behind them, -1 where it refused; empty: the host draws
+    text: Sequence[int] = ()  # rows of the piece that are text: all of a prompt, of a step those on the walk's path
+    next_root: int | None = None  # the id drawn behind the text; None where no root follows
+    features: Numbers | None = None  # (len(text), F) of these rows on the host, if the session wants any
 
     @property
     def whole(self) -> bool:
@@ -283,8 +273,7 @@ class Job:
         self._laws: dict[int, SampledRow] = {}
         self._log_probs: dict[int, NDArray[np.float32]] = {}
         width, sampling = logits.shape[1], self.session.request.sampling
-        self.is_wide = width > MAX_ROW_SUPPORT and sampling.keeps_all(width)
-        """no row can be sent"""
+        self.is_wide = width > MAX_ROW_SUPPORT and sampling.keeps_all(width)  # no row can be sent
         if self.step is None:
             self.text = range(len(self.piece.tokens))
         else:

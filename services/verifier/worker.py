@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
@@ -13,7 +14,6 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batching import BatchingThread, settle
@@ -35,10 +35,8 @@ from .session import Job, Session, take_features
 
 log = structlog.get_logger()
 
-PREFILL_ROWS = 512
-"""prompt rows added to one forward at most"""
-BATCH_WAIT_S = 0.05
-"""longest wait for sessions to join a forward"""
+PREFILL_ROWS = 512  # prompt rows added to one forward at most
+BATCH_WAIT_S = 0.05  # longest wait for sessions to join a forward
 WARM_ROWS = 32  # of the forwards before the first one that counts: libraries prepare for every number of rows
 
 NEUTRAL: dict[str, Any] = {
@@ -52,8 +50,7 @@ NEUTRAL: dict[str, Any] = {
 }
 """Fields that change the text of `generate(do_sample=False)` and are not served, and values that change nothing."""
 
-Answer = Callable[[Any], None]
-"""called on the event loop with what came of a question, an exception too"""
+Answer = Callable[[Any], None]  # called on the event loop with what came of a question, an exception too
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
@@ -69,18 +66,15 @@ def repetition_penalty(folder: str | Path, mode: str) -> float:
     """
     if mode == "ignore":
         return 1.0
-    try:
-        config: Any = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:  # older folders have such fields in their config.json
-        config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", local_files_only=True, _from_model_config=True
-        )
+    files = [Path(folder) / name for name in ("generation_config.json", "config.json")]  # older folders have one file
+    config: dict[str, Any] = json.loads(next(filter(Path.is_file, files)).read_text(encoding="utf-8"))
     field = "verifier.generation_config"
-    unserved = [name for name in NEUTRAL if getattr(config, name, None) not in (None, [], {}, NEUTRAL[name])]
+    unserved = [name for name in NEUTRAL if config.get(name) not in (None, [], {}, NEUTRAL[name])]
     if unserved:
         reason = f"the target's generation_config.json sets {', '.join(unserved)}, which is not served"
         raise InvalidField(field, f"{reason}; 'ignore' ignores it")
-    penalty = 1.0 if config.repetition_penalty is None else float(config.repetition_penalty)
+    own = config.get("repetition_penalty")
+    penalty = 1.0 if own is None else float(own)
     if not LEAST_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
         bounds = f"{LEAST_REPETITION_PENALTY}..{MAX_REPETITION_PENALTY}"
         raise InvalidField(field, f"the target's repetition_penalty {penalty} is not in {bounds}")

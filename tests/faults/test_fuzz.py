@@ -29,7 +29,7 @@ from coppice.stack.process import SERVICES, Ready
 from coppice.stack.spec import HeadSpec
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire.verifier import verify_request_to_wire
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests import fake_service
 from tests.faults import talks
 from tests.faults.campaign.rig import Held, held

@@ -28,11 +28,10 @@ from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.losses import expectation
+from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.paper.rank import wire_features
-from orchestrator.heads import HeadPool
+from orchestrator.heads import AcceptanceWatch, HeadPool, best_path, offers
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.outcomes import AcceptanceWatch, best_path, offers
 from tests.pushes import swap
 from tests.tiny import make_target
 
@@ -42,12 +41,10 @@ PROMPT, LENGTH = 21, 84
 LAYERS = (2, 4, 5)
 KEY = 1
 
-Rows = Callable[[Tensor], Tensor]
-"""(T,) ids -> (T, F) the features that a head is given, or other ids"""
+Rows = Callable[[Tensor], Tensor]  # (T,) ids -> (T, F) the features that a head is given, or other ids
 Spoil = Callable[[dict[str, Any], dict[str, Tensor]], object]
 """changes what a head's folder holds: its configuration and its tensors"""
-Draws = Iterator[tuple[list[bool], int]]
-"""of each step: the draft's best path and the version of the weights"""
+Draws = Iterator[tuple[list[bool], int]]  # of each step: the draft's best path and the version of the weights
 
 
 def text(seed: int) -> Tensor:
@@ -103,6 +100,11 @@ def honest() -> Eagle3Model:
             attention.o_proj.weight[WORDS + word, head * DIM + place] = 50  # outweighs the residual
             model.lm_head.weight[word, WORDS + word] = 1
     return model.requires_grad_(False)
+
+
+def wire_features(rows: Tensor, start: int, end: int) -> Features:
+    """Positions start..end-1 of (N, F) features of a text as they go over the wire."""
+    return Features(start, end - start, "float32", rows[start:end].float().numpy().tobytes())
 
 
 def draw(head: Eagle3Head, rows: Rows = features, seen: Rows = Tensor.clone, first: int = 0) -> Draws:

@@ -43,8 +43,7 @@ EXTREMES = {
     FieldDescriptor.CPPTYPE_DOUBLE: (float("nan"), float("inf"), float("-inf"), 1e308),
 }
 Path = tuple[str, ...]
-Lie = tuple[str, Path, Any]
-"""the kind of message, the path to the number in it, and its value"""
+Lie = tuple[str, Path, Any]  # the kind of message, the path to the number in it, and its value
 
 
 def numbers_in(message: Message, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -91,10 +91,8 @@ WAYS = {
     "sessions lost": Way("merge", 16, 4),
     "streams lost": Way("plain", sessions=4),
 }
-BREAKS = {"sessions lost": lose_sessions, "streams lost": break_streams}
-"""what happens to the pipeline in some ways"""
-TAU = 4.0
-"""of a head that is the target itself, six deep, at T=1: less only where a text ends"""
+BREAKS = {"sessions lost": lose_sessions, "streams lost": break_streams}  # what happens to the pipeline in some ways
+TAU = 4.0  # of a head that is the target itself, six deep, at T=1: less only where a text ends
 
 
 @asynccontextmanager

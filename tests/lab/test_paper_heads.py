@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typer.testing import CliRunner
 
 from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
+from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head, with_tree_shape
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
@@ -20,8 +23,8 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.head_contract import HeadContract
 from coppice.testing.reference import Reference
 from coppice.training.losses import Targets
+from lab.cli import app as bench
 from lab.paper.heads import prior
-from lab.paper.rank import BranchingHead
 from lab.paper.training import LOSSES, begin, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
@@ -127,16 +130,6 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     check_steps(build_head(settings), SLOW[kind](folder, target, settings), sampling)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("tree", [{"widths": (2, 4, 10, 0)}, {"rank_guided": False, "widths": (9, 3, 0, 0)}])
-def test_other_trees_of_specblock_are_those_of_the_slow_reference(
-    tree: dict[str, Any], sampling: SamplingParams, target: Path, tmp_path: Path
-) -> None:
-    folder = save_random(tmp_path, "specblock")
-    settings = settings_of("specblock", folder, target)
-    check_steps(BranchingHead(settings, **tree), SlowSpecBlock(folder, target, settings, **tree), sampling)
-
-
 class TestTheirKinds(HeadContract):
     """The contract of heads, kept by kinds of the paper."""
 
@@ -195,3 +188,15 @@ def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) 
             assert answered.ids == expected
             assert (answered.bad_drafts, max(answered.verified_nodes)) == (0, 31)
             assert asks.generate(prompt, policy=f"single:{kind}", temperature=1.0, seed=3, **options).ids == sampled
+
+
+def test_rank_reports_what_the_rank_head_knows(place: Path, tmp_path: Path) -> None:
+    head = f"sb=specblock:{trained(place, 'specblock')}"
+    flags = ["paper", "rank", "--target", str(place / "target"), "--head", head, "--n", "2", "--max-new-tokens", "16"]
+    ended = CliRunner().invoke(bench, [*flags, "--json", str(tmp_path / "rank.json")])
+    assert ended.exit_code == 0, ended.output
+    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]
+    assert sum(line["frequency"] for line in figures["rank_head"]) == pytest.approx(1)
+    assert figures["alpha"][0]["chain"] >= 1
+    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--head", "l=lookup"])
+    assert isinstance(none.exception, InvalidField)

@@ -15,7 +15,7 @@ from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField, Unavailable
 from coppice.stack.launch import Stack
-from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec, StackSpec
+from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
 from lab.cli import app
@@ -24,10 +24,7 @@ from lab.options import Options
 from lab.questions import Question, benchmark_names
 from lab.report import HF_GENERATE, Report
 from lab.run import ALL, HF_ASSISTED, PEERS, Cell, Pairs, add_tables, methods_of, run_exact, run_methods
-from lab.synthetic import Bare
 from tests.lab.conftest import completion
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import VOCAB, save_random
 
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
 ONE = Cell(0.0, 8, 1)
@@ -145,18 +142,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
     assert benchmark_names([gsm8k, Path("b/mine.jsonl")]) == ["question", "mine"]
     assert benchmark_names([gsm8k, humaneval]) == ["gsm8k", "humaneval"]
     assert len(set(benchmark_names([gsm8k, humaneval, Path("b/gsm8k/question.jsonl")]))) == 3
-
-
-def test_bare_loops_time_what_the_services_would_run(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", VOCAB, layers=8, tokenizer=False)
-    block = HeadSpec("block", "specblock", save_random(tmp_path / "block", "specblock"))
-    heads = (block, HeadSpec("small", "lm", target), *COUNTED_HEADS)
-    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1)
-    bare = Bare(spec, sessions=2, longest=32)
-    assert bare.forward_ms(9, 20) > 0
-    for head in heads:
-        forward_ms, draft_ms = bare.draft_ms(head.name, range(12), range(20, 40), 8)
-        assert (forward_ms, draft_ms) == (0, 0) if head in COUNTED_HEADS else 0 < forward_ms < draft_ms
 
 
 def bench_of(stack: Stack, client: Client, reference: Reference, new_tokens: int = NEW) -> Bench:

@@ -1,4 +1,4 @@
-"""`bench synthetic` and `bench gpu`: profiles of acceptance, random weights of any shape, and what is said of them."""
+"""`bench synthetic`: random weights of any shape, and what is said of them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coppice.cli import main
-from coppice.errors import InvalidField
 from coppice.stack.spec import StackSpec
 from lab import synthetic
 from lab.options import Options
 from lab.report import Report
-from lab.synthetic import NOTE, PROFILES, Plan, expected_line, expected_tau, read_profile, read_shape
+from lab.synthetic import NOTE, Plan, read_shape, step_line
 
-KINDS = ("eagle3", "specblock")
 METHODS = ["plain", "single:eagle3", "single:specblock"]
-TAUS = {
-    "llama-3.1-8b": {"specblock": 4.41, "eagle3": 5.89},
-    "llama-3.1-8b-t1": {"specblock": 3.73, "eagle3": 4.67},
-    "qwen3-8b": {"specblock": 3.47, "eagle3": 4.14},
-    "qwen3-8b-t1": {"specblock": 3.37, "eagle3": 3.98},
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_preset_has_the_published_tau_and_depth(name: str) -> None:
-    for kind, alphas in read_profile(name, KINDS).items():
-        assert len(alphas) == {"specblock": 8, "eagle3": 7}[kind]
-        assert expected_tau(alphas) == pytest.approx(TAUS[name][kind], abs=2e-3)
-        assert list(alphas) == sorted(alphas, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"), [("best", "neither rates"), ("0.5,1.2", "not between 0 and 1"), ("qwen3-8b", "nothing of lm")]
-)
-def test_an_unusable_profile_says_why(text: str, why: str) -> None:
-    with pytest.raises(InvalidField, match=why):
-        read_profile(text, ["lm"])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
@@ -52,20 +28,14 @@ def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: 
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_expected_figures_follow_from_times_and_profile() -> None:
-    report, alphas = Report("bench synthetic", "float32", 1), {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}
+def test_a_head_pays_from_the_tau_that_makes_up_for_its_longer_step() -> None:
     forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
-    milliseconds = {"eagle3": (8.0, 9.0), "specblock": (3.0, 5.0)}
-    drafts = {(count, kind): times for count in (1, 4) for kind, times in milliseconds.items()}
-    plan = Plan(Options(budget=8), StackSpec.demo(), report, (1, 4), alphas, 200, forwards, drafts)
-    plain, eagle, block = (expected_line(plan, 1, head) for head in ("", *KINDS))
-    assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
-    assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
-    assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
-    assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
-    assert expected_line(plan, 4, "eagle3")["speedup"] == pytest.approx(
-        4 / 48 * 14
-    )  # four sessions: plain shares its forward too
+    drafts = {(sessions, "eagle3"): (8.0, 9.0) for sessions in (1, 4)}
+    plan = Plan(Options(budget=8), StackSpec.demo(), Report("x", "float32", 1), (1, 4), 200, forwards, drafts)
+    plain, alone, four = (step_line(plan, *line) for line in ((1, ""), (1, "eagle3"), (4, "eagle3")))
+    assert [plain[key] for key in ("t_d_ms", "pays_from", "draft_share")] == [0.0, 1.0, 0.0]
+    assert [alone[key] for key in ("t_d_total_ms", "pays_from", "draft_share")] == [9.0, 2.0, 0.4]
+    assert four["pays_from"] == pytest.approx(48 / 14)  # plain decoding shares its forward too
     assert plan.forward_ms(5) == pytest.approx(11.0)
 
 
@@ -79,49 +49,36 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    file = tmp_path / "s.json"
-    monkeypatch.setattr(sys, "argv", ["coppice", "bench", command, *arguments, "--json", str(file)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
-
-
 def test_a_tiny_shape_is_measured_bare_and_through_the_services(
     shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
+    small: dict[str, Any] = {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1, "REPEATS": 3}
+    small |= {"CELLS": {"cpu": ((1, 1, 16), (2, 5, 40))}, "COPIED": {"cpu": 1 << 20}, "GENERATED": 12}
+    for name, value in small.items():
         monkeypatch.setattr(synthetic, name, value)
-    sizes = ["--sessions", "1,2", "--budget", "6", "--profile", "0.9,0.5"]
-    report = measured("synthetic", ["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
-    assert (report["figures"]["synthetic"], report["ok"]) == (NOTE, True)
-    assert [list(line) for line in report["figures"]["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
+    file = tmp_path / "s.json"
+    options = ["--shape", str(shape), "--dtype", "float32", "--sessions", "1,2", "--budget", "6"]
+    arguments = ["coppice", "bench", "synthetic", *options, "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    report = json.loads(file.read_text())
+    figures = report["figures"]
+    assert (figures["synthetic"], report["ok"]) == (NOTE, True)
+    assert [list(line) for line in figures["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
     assert [(row["method"], row["sessions"]) for row in report["rows"]] == [(m, n) for n in (1, 2) for m in METHODS]
     for row in report["rows"]:
         head = row["method"] != "plain"
-        assert row["tau"] == pytest.approx(2.35 if head else 1.0)
         assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == head
-    assert [step["method"] for step in report["figures"]["pipeline"]] == METHODS
-    for step in report["figures"]["pipeline"]:
+    assert [step["method"] for step in figures["pipeline"]] == METHODS
+    for step in figures["pipeline"]:
         assert 1 <= step["tau"] < 2  # random heads
         assert step["efficiency"] > 0
         parts = sum(took for name, took in step.items() if name not in ("method", "step_ms", "efficiency", "tau"))
         assert parts == pytest.approx(step["step_ms"], rel=0.1)
-
-
-def test_forwards_are_set_beside_what_memory_moves(
-    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small = {"CONTEXT": 24, "NEW_TOKENS": 12, "CELLS": ((1, 1, 16), (2, 5, 40)), "COPIED": {"cpu": 1 << 20}}
-    for name, value in (small | {"REPEATS": 3, "GENERATED": 12}).items():
-        monkeypatch.setattr(synthetic, name, value)
-    arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6", "--sessions", "2"]
-    report = measured("gpu", [*arguments, "--profile", "0.9,0.5"], monkeypatch, tmp_path)
-    one, two = report["figures"]["roofline"]
+    one, two = figures["roofline"]
     assert one["roofline ms"] * one["over roofline"] == pytest.approx(one["ms"])
     token = 8 * 2 * 2 * 8 * 4  # 8 layers, keys and values, 2 heads of 8 numbers, 4 bytes
     assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
-    assert [row["method"] for row in report["rows"]] == METHODS
-    assert report["figures"]["generate"][0]["tokens/s"] > 0
+    assert figures["generate"][0]["tokens/s"] > 0

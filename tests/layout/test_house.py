@@ -91,16 +91,6 @@ def test_imports_run_downwards_only() -> None:
     assert {(path, imported) for path, imported in upwards if imported != "coppice/__init__.py"} == set()
 
 
-def test_no_two_folders_import_each_other() -> None:
-    between = {
-        (folder(path), folder(imported))
-        for path, files in edges().items()
-        for imported in files
-        if not (is_entrance(path) or is_entrance(imported)) and folder(path) != folder(imported)
-    }
-    assert {(a, b) for a, b in between if (b, a) in between} == set()
-
-
 def test_no_file_imports_itself_through_others() -> None:
     left = {path: {file for file in files if not is_entrance(file)} for path, files in edges().items()}
     while leaves := [path for path, files in left.items() if not files & left.keys()]:

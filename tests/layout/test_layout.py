@@ -16,13 +16,6 @@ PURE = ("coppice/speculation/",)
 """Folders that load no framework."""
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 
-STUB_USERS = {
-    *("coppice/client", "coppice/commands", "coppice/wire", "lab"),
-    *("orchestrator", "services/adapter", "services/drafter", "services/verifier"),
-}
-"""Folders that may import coppice.v1. Beside coppice/wire they only register or call a service, name its
-messages in annotations, and make messages that hold nothing."""
-
 
 @cache
 def sources() -> dict[str, ast.Module]:
@@ -79,11 +72,6 @@ def test_nothing_imports_the_laboratory_the_tests_or_what_is_made_of_it() -> Non
 
 def test_one_file_knows_of_ray() -> None:
     assert {path for package in PACKAGES for path, _ in importing(package, "ray")} == {"orchestrator/ray_app.py"}
-
-
-def test_only_these_folders_import_the_stubs() -> None:
-    users = {str(Path(path).parent) for package in PACKAGES for path, _ in importing(package, "coppice.v1")}
-    assert users == STUB_USERS
 
 
 def stub_uses(tree: ast.Module) -> Iterator[str]:

@@ -24,7 +24,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.v1 import adapter_pb2 as pb
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests.faults.campaign.scenarios import QUICK
 from tests.pipeline.test_feature_heads import KINDS, POLICIES, PROMPTS, heads, target
 from tests.pushes import altered
@@ -36,8 +36,7 @@ __all__ = ["heads", "target"]  # fixtures
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3))
 PLAIN = {"policy": "plain", "max_new_tokens": 24, "ignore_eos": True}
 PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 24
-Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]
-"""the ids of answers, by prompt and sampling"""
+Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]  # the ids of answers, by prompt and sampling
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
@@ -411,20 +409,6 @@ def test_drafts_and_their_metrics_are_told(client: openai.OpenAI) -> None:
     assert figures["num_spec_steps"] == sum(figures["acceptance_histogram"]) > 0
     assert (ours["policy"], ours["heads"]) == ("route", list(HEADS))
     assert math.isclose(ours["tau"], sum(ours["accept_lengths"]) / len(ours["accept_lengths"]))
-
-
-def test_langchain_is_answered(url: str, grpc_client: Client) -> None:
-    model = ChatOpenAI(base_url=url, api_key=SecretStr("none"), model="coppice-demo", temperature=0, max_tokens=16)
-    messages = [("system", "Be brief."), ("user", "Hi.")]
-    plain = [{"role": role, "content": content} for role, content in messages]
-    wanted = grpc_client.generate(plain, max_new_tokens=16)
-    assert model.invoke(messages).text == wanted.text
-    parts = list(model.stream(messages, stream_usage=True))
-    assert "".join(part.text for part in parts) == wanted.text
-    usage = [part.usage_metadata for part in parts if part.usage_metadata]
-    assert sum(one["output_tokens"] for one in usage) == wanted.new_tokens
-    with pytest.raises(openai.BadRequestError, match="tools: is not served"):
-        model.bind_tools([{"type": "function", "function": {"name": "f", "parameters": {}}}]).invoke(messages)
 
 
 def test_log_likelihoods_are_the_targets_by_lm_evals_protocol(stack: Stack) -> None:

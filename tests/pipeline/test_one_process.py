@@ -25,19 +25,18 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.process import SERVICES, as_flags
+from coppice.stack.process import SERVICES
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.scenarios import QUICK
 from tests.mortal_head import DIES, FAILS
 from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
-from tests.processes import StartService
 from tests.signals import eventually
 from tests.stacks import interrupted, serving
 
@@ -186,16 +185,6 @@ def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
         assert eventually(pushed, 60)
 
 
-def test_a_verifier_is_noticed_when_it_comes_and_when_it_leaves(
-    stack: Stack, authority: Authority, start_service: StartService
-) -> None:
-    flags = {**stack.spec.extra["verifier"], "verifier.target": stack.spec.target, "server.host": "127.0.0.1"}
-    third = start_service("services.verifier", *as_flags(flags))
-    assert eventually(lambda: fit(stack)["verifier"] == 3, 10)
-    third.stop()
-    assert eventually(lambda: fit(stack)["verifier"] == 2, 10)
-
-
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
     stack: Stack, shared_redis: LocalRedis, client: Client, name: str
@@ -227,18 +216,6 @@ def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
         texts_are_plains(client, reference, "single:block", PROMPTS[1:])
         assert drafted(stack) > before, "the other verifier's heads draft"
         stack.restart(name)
-
-
-def test_a_request_waits_for_the_only_verifiers_to_come_back(
-    stack: Stack, client: Client, reference: Reference
-) -> None:
-    def restart() -> None:
-        for name in VERIFIERS:
-            os.kill(stack.services[name].pid, signal.SIGKILL)
-        for name in VERIFIERS:
-            stack.restart(name)
-
-    assert answer(client, restart) == reference.greedy(PROMPTS[1], LONG).ids
 
 
 async def test_a_head_that_fails_fails_alone(

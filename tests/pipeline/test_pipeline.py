@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -16,19 +15,16 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from tokenizers import Tokenizer
 
-from coppice.client.client import AsyncClient, Client
+from coppice.client.client import Client
 from coppice.errors import InvalidField
 from coppice.prompts import demo_prompts
-from coppice.rpc.channels import Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
-from coppice.v1 import generation_pb2
 from coppice.wire.generation import Chunk, Origin, Timings
 from tests.pipeline.conftest import VOCAB
-from tests.sessions import described
 from tests.stacks import serving
 from tests.tiny import make_target
 
@@ -93,14 +89,6 @@ def test_a_perfect_head_is_accepted_and_coupling_makes_it_guess_the_draw(client:
     assert client.generate(PROMPTS[1], temperature=1.0, coupled=False, **told).tau < coupled.tau - 0.5
 
 
-async def test_sessions_of_all_lengths_packed_together_change_nothing(stack: Stack, client: Client) -> None:
-    alone = {prompt: client.generate(prompt, policy="plain", **TOLD).ids for prompt in PROMPTS}
-    asked = [(PROMPTS[n % len(PROMPTS)], random.Random(n).choice(POLICIES)) for n in range(24)]
-    async with AsyncClient(stack.address) as many:
-        answers = await asyncio.gather(*(many.generate(prompt, policy=policy, **TOLD) for prompt, policy in asked))
-    assert [answer.ids for answer in answers] == [alone[prompt] for prompt, _ in asked]
-
-
 def test_counts_add_up(client: Client) -> None:
     answer = client.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True, policy="route")
     assert answer.new_tokens == NEW == 1 + sum(answer.accept_lengths)
@@ -127,20 +115,6 @@ def test_text_is_the_decoded_ids_and_pieces_are_its_parts(client: Client, target
     assert all("".join(chunk.pieces) == chunk.text for chunk in chunks)
 
 
-def test_chat_is_rendered_with_the_targets_own_template(client: Client) -> None:
-    chat = client.generate([{"role": "user", "content": "hello"}], max_new_tokens=8, ignore_eos=True)
-    text = client.generate("user: hello\nassistant:", max_new_tokens=8, ignore_eos=True)
-    assert chat.ids == text.ids
-
-
-def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
-    whole = client.generate("once", max_new_tokens=64, ignore_eos=True).text
-    stop = whole[20:23]
-    answer = client.generate("once", max_new_tokens=64, ignore_eos=True, stop=[stop, "never there"])
-    assert answer.finish_reason == "stop"
-    assert answer.text == whole[: whole.index(stop)]
-
-
 def test_an_end_of_text_id_ends_the_text_inside_an_accepted_path(client: Client) -> None:
     ended = []
     for seed in range(40):
@@ -164,18 +138,12 @@ def test_limits_hold_to_the_token(client: Client) -> None:
     assert (answer.new_tokens, answer.finish_reason) == (12, "length")  # a context of 512
 
 
-def test_a_request_without_a_seed_draws_one_that_makes_its_text_again(stack: Stack, client: Client) -> None:
+def test_a_request_without_a_seed_draws_one_that_makes_its_text_again(client: Client) -> None:
     told = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 1.0}
     answers = [client.generate(PROMPTS[1], **told) for _ in range(3)]
     assert len({answer.ids for answer in answers}) == len({answer.seed for answer in answers}) == 3
     for answer in answers:
         assert client.generate(PROMPTS[1], seed=answer.seed, policy="plain", **told).ids == answer.ids
-    asked = generation_pb2.GenerateRequest(ids={"ids": PROMPTS[1]}, sampling={"temperature": 1.0}, max_new_tokens=NEW)
-    with grpc.insecure_channel(stack.address) as channel:  # a caller that is not the SDK
-        events = list(Stub(channel, generation_pb2).Generate(asked))
-    ids = tuple(token for event in events for token in event.chunk.ids)
-    seed = events[0].started.seed
-    assert client.generate(PROMPTS[1], seed=seed, temperature=1.0, max_new_tokens=NEW).ids == ids
 
 
 @pytest.mark.parametrize("ended_by", ["length", "stop", "eos"])
@@ -249,30 +217,6 @@ def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path)
         assert client.generate(PROMPTS[0], repetition_penalty=1.0, **TOLD).ids == without != expected
         sampled = client.generate(PROMPTS[0], temperature=0.8, seed=3, policy="single:self", **TOLD)
         assert reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3)) == "identical"
-
-
-async def test_after_mixed_sessions_everything_is_closed_and_no_kv_is_used(stack: Stack) -> None:
-    rng = random.Random(1)
-
-    async def one(client: AsyncClient, number: int) -> None:
-        told = {"policy": rng.choice(POLICIES), "max_new_tokens": rng.randrange(1, 24), "ignore_eos": True}
-        if number % 5 == 0:  # leaves in the middle
-            async for event in client.stream(PROMPTS[number % 6], **told | {"max_new_tokens": 300}):
-                if isinstance(event, Chunk):
-                    break
-        elif number % 7 == 0:
-            with pytest.raises(InvalidField):
-                await client.generate([VOCAB + 5], **told)
-        else:
-            await client.generate(PROMPTS[number % 6], **told)
-
-    async with AsyncClient(stack.address) as client:
-        for start in range(0, 60, 20):
-            await asyncio.gather(*(one(client, number) for number in range(start, start + 20)))
-    now = await described(stack.services["verifier"], idle=True)
-    assert (now.sessions, now.kv_tokens_used) == (0, 0)
-    assert now.sessions_opened == now.sessions_closed >= 48
-    assert 1 <= metric(stack.services["verifier"].metrics, "coppice_verifier_links") < 20  # 20 sessions share them
 
 
 # --- heads that know nothing, and trained ones ---
@@ -360,6 +304,8 @@ def test_the_descriptor_set_is_all_that_a_caller_needs(stack: Stack, client: Cli
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
-        events = list(call(request(ids={"ids": PROMPTS[3]}, max_new_tokens=16, ignore_eos=True)))
-    ids = tuple(token for event in events for token in event.chunk.ids)
-    assert ids == client.generate(PROMPTS[3], max_new_tokens=16, ignore_eos=True).ids
+        asked = request(ids={"ids": PROMPTS[3]}, sampling={"temperature": 1.0}, max_new_tokens=16, ignore_eos=True)
+        events = list(call(asked))
+    ids, seed = tuple(token for event in events for token in event.chunk.ids), events[0].started.seed
+    assert ids == client.generate(PROMPTS[3], temperature=1.0, seed=seed, max_new_tokens=16, ignore_eos=True).ids
+    assert metric(stack.services["verifier"].metrics, "coppice_verifier_links") >= 1

@@ -31,7 +31,7 @@ from tests.stacks import serving
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
-VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 60
+VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 36
 CLIENTS, SECOND = ("alice", "bob"), "another token of alice"
 POLICIES = ("plain", "single:eagle", "single:lookup", "merge")
 
@@ -190,5 +190,3 @@ def test_openais_usage_says_what_was_cached(stack: Stack) -> None:
 
     chats = [client.chat.completions.create(messages=said, **each) for each in (told, told, streamed)]
     assert [cached(answer) for answer in chats] == [0, 64, 64]
-    texts = [client.completions.create(prompt=said[0]["content"], **each) for each in (told, told, streamed)]
-    assert [cached(answer) for answer in texts] == [0, 32, 32]

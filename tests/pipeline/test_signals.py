@@ -5,8 +5,6 @@ The heads are random; a vocabulary of 32 makes them right now and then.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk
 from tests.pipeline.test_feature_heads import GREEDY, KINDS, POLICIES, PROMPTS, SAMPLED, heads, target
 from tests.signals import counts, eventually, queries, samples
-from tests.stacks import interrupted, serving
+from tests.stacks import serving
 from tests.unit.test_feature_heads import HIDDEN
 
 __all__ = ["heads", "target"]  # fixtures
@@ -141,24 +139,3 @@ def test_where_texts_alone_are_wanted_no_head_says_what_it_misses(stack: Stack, 
 
     assert eventually(silent)
     assert eventually(lambda: bool(samples(store, "block")))
-
-
-def test_a_redis_that_dies_and_comes_back_changes_no_text_and_is_counted(
-    stack: Stack, client: Client, reference: Reference, shared_redis: LocalRedis, store: Redis
-) -> None:
-    demand(store, stack, client, "misses")
-    before = {name: counts(address) for name, address in metrics(stack).items()}
-
-    def kill() -> None:
-        assert shared_redis.pid is not None
-        os.kill(shared_redis.pid, signal.SIGKILL)
-
-    ids = interrupted(client, PROMPTS[2], kill, policy="merge", max_new_tokens=200)
-    assert ids == reference.greedy(PROMPTS[2], 200).ids
-    shared_redis.stop()
-    shared_redis.start()
-    demand(store, stack, client, "misses")  # all of it works again, and everything was sent or dropped
-    for name, address in metrics(stack).items():
-        now = counts(address)
-        assert now.produced > before[name].produced
-        assert set(now.dropped) <= {"redis"}

@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,22 +293,3 @@ def test_an_answer_at_the_front_door_outlives_its_orchestrator(cluster: Cluster,
     assert tuple(ids) == reference.greedy(PROMPT, NEW).ids
     (after,) = cluster.services("orchestrator")
     assert after.process.pid != before.process.pid
-
-
-def test_the_dashboard_is_for_this_machine_and_wants_a_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    import ray
-    from ray import serve
-
-    context = ray.init(address="auto", namespace="serve", log_to_driver=False)
-    try:
-        assert context.dashboard_url.startswith("127.0.0.1:")
-        states = {name: one.status for name, one in serve.status().applications[APPLICATION].deployments.items()}
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://{context.dashboard_url}/api/serve/applications/", timeout=10)
-        assert refused.value.code == 401
-    finally:
-        ray.shutdown()
-    assert set(states) == {"verifier", "drafter-near", "drafter-lookup", "orchestrator", "ingress"}
-    assert set(states.values()) == {"HEALTHY"}

@@ -35,8 +35,7 @@ from coppice.wire.drafter import (
 )
 from services.adapter import loop as head_loop
 from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Trained
-from services.adapter.loop import HeadLoop
-from services.adapter.push import Replicas
+from services.adapter.loop import HeadLoop, Replicas
 from services.adapter.state import FILE, AdapterMetrics
 from services.drafter.staging import Staging
 from tests.fake_service import SERVICES
@@ -54,8 +53,7 @@ class Drafter:
     """Takes pushes as a drafter does, and drafts nothing."""
 
     live: Weights = FIRST
-    parents: list[int] = field(default_factory=list)
-    """of the pushes"""
+    parents: list[int] = field(default_factory=list)  # of the pushes
 
     async def DescribeHead(self, request: Any, context: Any) -> Any:
         live = self.live

@@ -79,20 +79,6 @@ async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expecte
             assert await session.call.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_flood_of_steps_is_answered_in_order_and_the_newest_always(lookup: Service) -> None:
-    async with drafting(lookup) as stub:
-        session = await DrafterClient(stub).open()
-        for token in range(1, 21):
-            await session.send(token + 1, [token])
-        steps: list[int] = []
-        while not steps or steps[-1] < 20:
-            delta = await session.tree()
-            steps.append(delta.fence.step)
-        assert steps == sorted(set(steps))
-        assert delta.nodes == own_tree(session.committed, 21, 16)
-        assert (await session.draft(2, [1])).nodes == own_tree(session.committed, 2, 16)
-
-
 def test_a_client_that_asks_faster_than_the_head_drafts_is_refused() -> None:
     session = Session(0, print, sent=MAX_BACKLOG)
     session.check_backlog()

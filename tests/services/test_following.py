@@ -169,18 +169,29 @@ async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_wrong_tr
             assert (head.jobs[-1].committed_len, head.jobs[-1].root) == (len(IDS) + 1, 6)
 
 
-async def test_a_step_that_comes_before_its_commit_waits_for_the_stream_that_there_is() -> None:
-    feeder, head = Holder(), Recorder(truth=list(range(100)))
+@pytest.mark.parametrize(
+    ("hangs", "early", "ids", "followed"),
+    [(True, False, [5], 1), (False, False, [5, 6], 2), (False, True, [5], 1)],
+    ids=["before its commit", "a stream that ends meanwhile", "rows that came before the end"],
+)
+async def test_a_step_has_its_rows_of_the_stream_that_there_is_or_of_another_one(
+    hangs: bool, early: bool, ids: list[int], followed: int
+) -> None:
+    feeder, head = Holder(hangs=hangs), Recorder(truth=list(range(100)))
     feeder.commits = [commit_of([5], 6)]
     async with asked_once(feeder, head) as client:
-        await client.send(6, [5])
-        await asyncio.sleep(0.2)
-        assert len(head.jobs) == 1
-        feeder.go.set()
+        if early:
+            feeder.go.set()
+            await until(lambda: feeder.dropped == 1)
+        await client.send(8, ids)
+        if not early:
+            await asyncio.sleep(0.2)
+            assert len(head.jobs) == 1
+            feeder.go.set()
         await client.tree()
-        assert (feeder.followed, feeder.dropped) == (1, 0)
+        assert feeder.followed == followed
         client.call.cancel()
-        await until(lambda: feeder.dropped == 1)
+        await until(lambda: feeder.dropped == followed)
 
 
 async def test_a_stream_that_broke_or_left_a_gap_is_followed_again_and_dropped_by_the_verifier() -> None:
@@ -211,16 +222,6 @@ async def test_a_stream_whose_commits_do_not_come_ends_the_session() -> None:
         assert (code, "not in 1 s" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
-async def test_a_stream_that_ends_while_a_step_waits_is_followed_again() -> None:
-    feeder = Holder(hangs=False)
-    feeder.commits = [commit_of([5], 6)]
-    async with asked_once(feeder, Recorder(truth=list(range(100)))) as client:
-        await client.send(7, [5, 6])
-        feeder.go.set()
-        await client.tree()
-        assert feeder.followed == 2
-
-
 async def test_a_head_that_is_opened_and_never_asked_keeps_a_bounded_number_of_rows() -> None:
     feeder, count = Holder(), following._MOST_UNASKED + 2
     feeder.commits = [commit_of([5], 6, start=len(IDS) + number) for number in range(count)]
@@ -231,17 +232,6 @@ async def test_a_head_that_is_opened_and_never_asked_keeps_a_bounded_number_of_r
         await client.send(6, [5] * count)
         await client.tree()
         assert feeder.followed == 2
-
-
-async def test_rows_that_came_before_the_end_of_a_stream_are_used() -> None:
-    feeder = Holder(hangs=False)
-    feeder.commits = [commit_of([5], 6)]
-    async with asked_once(feeder, Recorder(truth=list(range(100)))) as client:
-        feeder.go.set()
-        await until(lambda: feeder.dropped == 1)
-        await client.send(7, [5])
-        await client.tree()
-        assert feeder.followed == 1
 
 
 # The features of an opening.

@@ -115,18 +115,6 @@ def test_a_rank_that_ends_ends_the_verifier(one: Service, two: Service) -> None:
     assert "rank 1 ended with signal 9" in two.log
 
 
-def refusal(target: Path, tmp_path: Path, *more: str) -> str:
-    """The last line of a verifier that does not start."""
-    with pytest.raises(RuntimeError, match=r"exit code 2") as ended:
-        Service("services.verifier", *flags(target, 2), *more, folder=tmp_path / "refused")
-    return str(ended.value).rstrip().rpartition("\n")[2]
-
-
-def test_ranks_that_cannot_share_the_key_heads_are_refused_in_a_line(target: Path, tmp_path: Path) -> None:
-    said = refusal(target, tmp_path, "--verifier.ranks", "3")
-    assert said == "verifier.ranks: 3 ranks cannot share the model's 2 KV heads evenly"
-
-
 def settings(target: Path, **more: Any) -> VerifierSettings:
     return VerifierSettings(**{"target": str(target), "ranks": 2, "kv_tokens": 4096, **more})
 
@@ -135,6 +123,7 @@ def settings(target: Path, **more: Any) -> VerifierSettings:
 def test_what_this_machine_has_not_is_refused_in_a_line(target: Path) -> None:
     count = torch.cuda.device_count()
     for more, reason in (
+        ({"ranks": 3}, "^verifier.ranks: 3 ranks cannot share the model's 2 KV heads evenly$"),
         ({"device": "cuda"}, f"2 ranks take a CUDA device each, and torch finds {count}$"),
         ({"ranks": 1, "kv_tokens": 10**12}, "^target: 1 x .0.0 GiB of weights .* memory on cpu; a lower verifier.kv_t"),
     ):

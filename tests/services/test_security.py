@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -382,9 +381,7 @@ async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
         for token in (TOKEN, OTHER):
             assert await described(address, token) == "echo"
         wrong = ("", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), sha256(TOKEN.encode()).hexdigest(), "alice")
-        began = time.monotonic()
         outcomes = await asyncio.gather(*(described(address, token) for token in wrong), return_exceptions=True)
-        assert time.monotonic() - began > 0.45  # whoever tries tokens waits
         assert {type(outcome) for outcome in outcomes} == {Unauthenticated}
         reasons = {str(outcome) for outcome in outcomes}
         method = SERVICES["GenerationService"].methods_by_name["Generate"]

@@ -33,7 +33,6 @@ from tests.sessions import (
     fetch,
     hidden_states,
     junk_tree,
-    last_row,
     target_of,
     until_idle,
     values,
@@ -144,33 +143,6 @@ async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_los
         verdict = await unpruned.verify(hopeless(good[1:3]), whole_tree=False)
         assert (verdict.pruned, verdict.accepted, verdict.budget_hint) == (False, (1, 2), None)
         assert verdict.timings.plain_ns == 0
-
-
-async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: Service, model: Any) -> None:
-    good = continuation(model, IDS, 8)
-    chain = DraftTree.chain(good[1:], -np.arange(7.0))
-    async with verifying(verifier) as stub:
-        stopping = await VerifierClient(stub, "stop", stop_ids=[good[2]]).open()
-        verdict = await stopping.verify(chain)
-        first = good.index(good[2], 1)
-        assert (len(verdict.accepted), verdict.next) == (first, None)
-        ending = await VerifierClient(stub, "length", max_len=len(IDS) + 4).open()
-        verdict = await ending.verify(chain)
-        assert (len(verdict.accepted), verdict.next) == (3, None)
-
-
-async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> None:
-    good = continuation(model, IDS, 4)
-    async with verifying(verifier) as stub:
-        client = await VerifierClient(stub, "logs", want_log_probs=True, top_log_probs=2).open()
-        log_softmax = [last_row(model, [*IDS, *good[:made]]).log_softmax(-1) for made in range(4)]
-        assert client.opened.next.row.raw_log_probs == pytest.approx([float(log_softmax[0][good[0]])], abs=1e-4)
-        verdict = await client.verify(DraftTree.chain([good[1], good[2]], [-1.0, -2.0]))
-        assert verdict.accepted == (1, 2)
-        expected = [float(log_softmax[made][good[made]]) for made in (1, 2)]
-        assert verdict.log_probs == pytest.approx(expected, abs=1e-4)
-        assert [int(best.ids[0]) for best in verdict.top] == good[1:4]
-        assert [float(best.log_probs[0]) for best in verdict.top[:2]] == list(verdict.log_probs)
 
 
 async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(verifier: Service, model: Any) -> None:

@@ -17,7 +17,7 @@ from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, weights_to_wire
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests.processes import Service, StartService
 from tests.pushes import Case, Push, altered, matrix_of
 from tests.recorder import fed

@@ -171,13 +171,10 @@ up {model} --one-process --drafters 2 -> --one-process: serves each head once
 up {model} --adapt -> --adapt: no head can be adapted
 up {model} --log-dir {yaml} -> --log-dir
 up {model} --ready-file /missing/x -> ready-file: /missing/x: No such file or directory
-up {model} --config /missing.yaml -> config: no such file: /missing.yaml
-up {model} --config {list} -> config: {list} is not a mapping of sections
-up {model} --config {broken} -> config: {broken} is no YAML
 up {model} --config {yaml} -> unable to parse string as an integer (in {yaml})
 COPPICE_VERIFIER__KV_TOKENS=many up {model} -> verifier.kv_tokens: Input should be a valid integer
+COPPICE_VERIFIER__KV_TOKENS=1000000000000 up {target} -> target: 1 x (0.1 GiB of weights
 COPPICE_VERIFIER__KV_TOKEN=1 up {model} -> no such setting; did you mean COPPICE_VERIFIER__KV_TOKENS?
-COPPICE_VERIFIER__NONSENSE=1 up {model} -> COPPICE_VERIFIER__NONSENSE: no such setting
 COPPICE_VERIFIER__DRAFTERS=look up {model} -> COPPICE_VERIFIER__DRAFTERS: is no JSON
 COPPICE_SERVER__PRODUCTION=true up some/model -> MODEL: some/model is no folder, and in production
 """
@@ -195,9 +192,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
     for file in ("gguf/m.gguf", "pickled/pytorch_model.bin"):
         (folder / file).touch()
     Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "words" / "tokenizer.json"))
-    files = {"yaml": "verifier: {kv_tokens: many}", "list": "- a", "broken": "a: ["}
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    (folder / "yaml").write_text("verifier: {kv_tokens: many}")
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         ports = {"port": taken.getsockname()[1], "free": free.getsockname()[1]}
         free.close()

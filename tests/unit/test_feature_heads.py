@@ -174,21 +174,10 @@ class SlowSpecBlock(Slow):
 
     relaxed = False
 
-    def __init__(
-        self,
-        folder: Path,
-        target: Path,
-        settings: DrafterSettings,
-        widths: Sequence[int] = WIDTHS,
-        rank_guided: bool = True,
-    ) -> None:
-        super().__init__(folder, target, settings)
-        self.bucket_widths, self.rank_guided = widths, rank_guided
-
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
-        buckets = self.model.rank(normed, logits).argmax(-1).tolist() if self.rank_guided else [1] * self.slots
-        return buckets, [self.bucket_widths[bucket] for bucket in buckets]
+        buckets = self.model.rank(normed, logits).argmax(-1).tolist()
+        return buckets, [WIDTHS[bucket] for bucket in buckets]
 
     def worth(self, score: float, place: int) -> float:
         """What a node adds to the score of its parent; `place` in its slot's list."""

@@ -145,39 +145,6 @@ def test_weights_in_a_form_that_is_not_loaded_are_one_line(file: str, reason: st
         assert reason in up(tmp_path / file)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables", "line"),
-    [
-        (["--device", "tpu9"], {}, "coppice: verifier.device: 'tpu9' is "),
-        (["--device", "cuda:99"], {}, "coppice: verifier.device: 'cuda:99' is "),
-        (["--ready-file", "{}/missing/ready"], {}, "{}/missing/ready"),
-        (["--ready-file", "{}/file/ready"], {}, "{}/file/ready"),
-        (["--log-dir", "{}/file/logs"], {}, "{}/file/logs"),
-        (
-            [],
-            {"COPPICE_VERIFIER__KV_TOKENS": str(10**12)},
-            "coppice: target: 1 x (0.0 GiB of weights + 238418.6 GiB of KV) are more than the",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_used_is_one_line(
-    arguments: list[str],
-    variables: dict[str, str],
-    line: str,
-    target: Path,
-    tmp_path: Path,
-    up: Up,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "file").touch()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    output = up(target, "--port", 0, *(argument.format(tmp_path) for argument in arguments))
-    assert output.count("\n") == 1
-    assert line.format(tmp_path) in output
-
-
 @pytest.fixture
 def llama_70b(tmp_path: Path) -> Path:
     """Its shape and as many numbers, in a sparse file."""

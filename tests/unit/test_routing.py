@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from coppice.speculation.policy import UNION, Choice, route
 from coppice.speculation.tree import DraftTree, prune, union
 from coppice.wire.common import Fence
 from coppice.wire.verifier import Verdict, VerifyTimings
-from orchestrator.heads import Draft
+from orchestrator.heads import Calibration, Draft, accepted, offers, step_log_probs
 from orchestrator.loop import Step, step_trees
-from orchestrator.outcomes import Calibration, FloatArray, accepted, offers, step_log_probs
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
 
-def sigmoid(logits: FloatArray) -> FloatArray:
-    probs: FloatArray = 1 / (1 + np.exp(-logits))
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    probs: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
     return probs
 
 
-def logit(probs: FloatArray) -> FloatArray:
-    logits: FloatArray = np.log(probs / (1 - probs))
+def logit(probs: NDArray[np.float64]) -> NDArray[np.float64]:
+    logits: NDArray[np.float64] = np.log(probs / (1 - probs))
     return logits
 
 

@@ -13,7 +13,7 @@ from coppice.config.model import Expectation, read_expectation
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree
 from coppice.training.losses import LEAST_TRIALS, expectation
-from orchestrator.outcomes import AcceptanceWatch, best_path, first_miss, offers
+from orchestrator.heads import AcceptanceWatch, best_path, first_miss, offers
 from tests.reference import make_tree
 
 

@@ -25,7 +25,7 @@ from coppice.stack.spec import StackSpec
 from coppice.v1 import verifier_pb2
 from coppice.wire.verifier import read_target
 from lab.report import Check
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.load import Answers, Load, Stream, plain_answers, questions
 

@@ -28,7 +28,7 @@ from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.wire.generation import Started
 from lab.report import Check
-from services.adapter.push import DrafterLink
+from services.adapter.loop import DrafterLink
 from tests.faults.campaign.load import Load, Stream, ask
 from tests.faults.campaign.rig import Fault, FaultRow, Rig, Run, Scenario, percentile
 from tests.pushes import CORRUPTIONS, Case, Push, altered
