@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 import tempfile
 import time
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from coppice.client.client import Client
+from coppice.config.model import ModelSize
 from coppice.engine.engine import DTYPES, Clock, Engine
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
@@ -62,7 +64,7 @@ CELLS = {
     "cuda": ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768)),
     "cpu": ((1, 1, 512), (1, 31, 512), (8, 1, 512)),
 }
-"""(sessions, rows, context) of the forwards that are set beside what memory moves"""
+"""(sessions, rows, context) of the forwards that are set beside what memory moves, as far as their KV has room"""
 
 
 def read_shape(text: str) -> PretrainedConfig:
@@ -215,12 +217,15 @@ def measure(plan: Plan) -> None:
 def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
     """Run bare loops in this process, on the device of the spec; forwards of CELLS are set beside the roofline."""
     prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
-    cells = CELLS.get(plan.options.device.partition(":")[0], CELLS["cpu"])
+    device, most = plan.options.device, math.inf
+    if device.startswith("cuda"):
+        most = ModelSize.of(plan.spec.target, plan.report.dtype).fit_kv(0, device, torch.cuda.mem_get_info(device)[0])
+    sizes = {cell: cell[0] * (cell[1] + cell[2] + MAX_TREE_NODES) for cell in CELLS.get(device[:4], CELLS["cpu"])}
+    cells = {cell: tokens for cell, tokens in sizes.items() if tokens <= most}
     room = max(plan.sessions) * (CONTEXT + NEW_TOKENS + max(rows) + 2 * MAX_TREE_NODES)
-    kv_tokens = max(room, *(sessions * (most + context + MAX_TREE_NODES) for sessions, most, context in cells))
-    bare = Bare(plan.spec, room, kv_tokens)
+    bare = Bare(plan.spec, room, max([room, *cells.values()]))
     progress.say("forwards")
-    add_roofline(bare, cells, plan.report)
+    add_roofline(bare, list(cells), plan.report)
     for sessions in plan.sessions:
         for count in rows:
             progress.say(f"a forward of {sessions} x {count} rows")

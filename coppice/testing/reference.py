@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
+from coppice.config.model import text_ends
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
 from coppice.wire.generation import Origin
 
@@ -85,23 +86,13 @@ class TargetText:
 
     def ended(self, ids: Sequence[int]) -> Sequence[int]:
         """An answer up to the id that ends it, excluded; all of it without one."""
-        return ids[: next((at for at, token in enumerate(ids) if token in self._eos_ids), len(ids))]
+        ends = next(iter(text_ends(self._target).values()), ())
+        return ids[: next((at for at, token in enumerate(ids) if token in ends), len(ids))]
 
     def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
         text: str = self._chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return text
-
-    @cached_property
-    def _eos_ids(self) -> list[int]:
-        """The ids that end a text, by generation_config.json before config.json."""
-        transformers: Any = import_module("transformers")
-        try:
-            ids = transformers.GenerationConfig.from_pretrained(self._target, local_files_only=True).eos_token_id
-        except OSError:  # there is no such file
-            ids = None
-        ids = self._config.eos_token_id if ids is None else ids
-        return list(ids) if isinstance(ids, list | tuple) else [] if ids is None else [ids]
 
     @cached_property
     def _chat(self) -> Any:
