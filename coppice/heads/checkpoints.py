@@ -115,13 +115,12 @@ class TargetParts:
             raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
         self.embedding, self.vocab_size = embedding, len(embedding)
 
-    def embedding_of(self, kind: str) -> Tensor:
-        """Return what a head of a kind reads: a block of masks what the target's module gives, others the rows as they
-        are stored, as the published loaders do.
+    def scale_of(self, kind: str) -> float:
+        """Return the factor on the embedding's rows that a head of a kind reads: a block of masks what the target's
+        module gives, others the rows as they are stored, as the published loaders do.
         """
-        if kind not in MASKED_KINDS or "gemma" not in self.config.model_type:  # others scale behind their module
-            return self.embedding
-        return self.embedding * torch.tensor(self.config.hidden_size**0.5, dtype=self.embedding.dtype)
+        scaled = kind in MASKED_KINDS and "gemma" in self.config.model_type  # others scale behind their module
+        return float(torch.tensor(self.config.hidden_size**0.5, dtype=self.embedding.dtype)) if scaled else 1.0
 
     @cached_property
     def output(self) -> Tensor:
@@ -256,7 +255,7 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     if config.kind != kind:
         raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {config.kind}, not {kind}")
     parts = TargetParts(target)
-    embedding = parts.embedding_of(kind) if model.own_embedding is None else model.own_embedding
+    embedding = parts.embedding if model.own_embedding is None else model.own_embedding
     for name, has, needs in (
         ("vocab_size", config.vocab_size, parts.vocab_size),
         ("target_hidden_size", config.target_hidden_size, parts.config.hidden_size),
@@ -269,6 +268,8 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     if max(layers) >= depth:
         reason = f"{max(layers)} is not among 0..{depth - 1} of the target, whose last hidden state is normed"
         raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: feature_layers: {reason}")
+    if model.own_embedding is None:
+        model.embedding_scale = parts.scale_of(kind)
     if not model.own_output:
         model.lm_head.weight = parts.output[model.target_ids].float()
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
@@ -361,6 +362,8 @@ def _check_ids(d2t: Tensor, t2d: Tensor | None, config: HeadConfig, file: Path) 
     ids = torch.arange(config.draft_vocab_size) + d2t
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
         raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
+    if getattr(config, "markov_drafts", False) and bool((ids.diff() < 0).any()):
+        raise InvalidField(_PATH, f"{file}: d2t does not name its ids in order, as markov_drafts has it")
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids.sort().values):
         raise InvalidField(_PATH, f"{file}: the offsets d2t do not name the ids that t2d does")
 
@@ -374,7 +377,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
     tensors["t2d"] = known
     if model.own_embedding is not None:
         tensors[_EMBEDDING] = model.own_embedding
-    if model.own_output and not type(model).own_output:  # one of its own that the kind's model only borrows
+    if model.own_output and config.shared_output:  # one of its own that others of the kind borrow
         tensors[_LM_HEAD] = model.lm_head.weight
     values = config.model_dump(by_alias=True)
     # One kind is written in its authors' layout.

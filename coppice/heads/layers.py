@@ -89,6 +89,10 @@ class HeadConfig(BaseModel):
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = Field((), max_length=limits.MAX_FEATURE_LAYERS)
     """target layers the head reads; empty: `default_feature_layers` of the target's"""
+    scaled_features: bool = False
+    """whether features are multiplied by numbers of the file's first: a target's values may differ by thousands"""
+    shared_output: bool = False
+    """whether the output layer is the target's rows of the draft vocabulary, frozen, which the file leaves out"""
     max_position_embeddings: PositiveInt = 4096
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: dict[str, Any] | None = None
@@ -179,7 +183,9 @@ class DraftModel(nn.Module):
     own_embedding: Tensor | None = None
     """(vocabulary, hidden) of a head that brings a token embedding, on the CPU; None: it reads the target's"""
     own_output = True
-    """whether the output layer is the head's; False: it is the target's, frozen"""
+    """whether the output layer is the head's, also where the configuration has the target's"""
+    embedding_scale = 1.0
+    """what the target's embedding module multiplies its rows by, where the head reads what that gives"""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -201,6 +207,12 @@ class DraftModel(nn.Module):
         config = self.config
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.shared_output:  # it moves with the model, but is neither trained nor part of its state
+            self.own_output, weight = False, self.lm_head.weight.detach()
+            del self.lm_head.weight
+            self.lm_head.register_buffer("weight", weight, persistent=False)
+        if config.scaled_features:
+            self.register_buffer("feature_scale", torch.ones(config.feature_width))
         self.rotary = config.rotary()
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
@@ -209,6 +221,10 @@ class DraftModel(nn.Module):
         """The (draft vocabulary,) int64 target id of each draft id."""
         offsets = self.get_buffer("d2t").cpu()
         return torch.arange(len(offsets)) + offsets
+
+    def scaled(self, features: Tensor) -> Tensor:
+        """Return (..., feature width) features as the first matrix reads them."""
+        return features * self.get_buffer("feature_scale") if self.config.scaled_features else features
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Return the rotary factors of (B, N) positions, (B, N, D) each."""

@@ -80,7 +80,7 @@ class BlockModel(DraftModel):
 
     def condition(self, features: Tensor) -> Tensor:
         """Turn (..., feature width) features into (..., hidden) conditions of first blocks (equation 1)."""
-        out: Tensor = self.input_layer.condition_proj(features)
+        out: Tensor = self.input_layer.condition_proj(self.scaled(features))
         return out
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
@@ -206,6 +206,7 @@ class Eagle3Model(DraftModel):
 
     def condition(self, features: Tensor) -> Tensor:
         """Turn (..., feature width) features into (..., hidden) fused ones."""
+        features = self.scaled(features)
         out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return out
 
@@ -230,6 +231,7 @@ class MaskedBlockConfig(HeadConfig):
     """Sizes of a head that drafts one block of mask tokens in one forward."""
 
     num_hidden_layers: PositiveInt = 2
+    shared_output: bool = True
     qk_norm: bool = True
     block_size: int = Field(8, ge=2, le=MAX_TREE_DEPTH)
     """rows of a block, the root's included"""
@@ -243,6 +245,8 @@ class MaskedBlockConfig(HeadConfig):
     """whether the root's own row predicts a token: the one behind it"""
     markov_rank: NonNegativeInt = 0
     """rank of the table that a token adds to the logits of the next slot; 0: slots know nothing of one another"""
+    markov_drafts: bool = False
+    """whether the table has a row for each draft id, in order of the target's, and one for all other tokens"""
     confidence: bool = False
     """whether the head says how likely each slot is accepted"""
     confidence_with_markov: bool = True
@@ -279,10 +283,9 @@ class DSparkConfig(MaskedBlockConfig):
 
 
 class MaskedBlockModel(DraftModel):
-    """The layers over a block, and what is read off its slots. The output layer is the target's."""
+    """The layers over a block, and what is read off its slots."""
 
     config: MaskedBlockConfig
-    own_output = False
 
     def __init__(self, config: MaskedBlockConfig) -> None:
         super().__init__(config)
@@ -291,21 +294,18 @@ class MaskedBlockModel(DraftModel):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.markov_head = self.confidence_head = None
         if config.markov_rank:  # W2 W1[previous token] is added to a slot's logits
-            table = nn.Embedding(config.vocab_size, config.markov_rank)
+            count = config.draft_vocab_size + 1 if config.markov_drafts else config.vocab_size
+            table = nn.Embedding(count, config.markov_rank)
             output = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": table, "markov_w2": output})
         if config.confidence:
             width = config.hidden_size + (config.markov_rank if config.confidence_with_markov else 0)
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
         self.add_output()
-        # The target's: it moves with the model, but is neither trained nor part of its state.
-        weight = self.lm_head.weight.detach()
-        del self.lm_head.weight
-        self.lm_head.register_buffer("weight", weight, persistent=False)
 
     def condition(self, features: Tensor) -> Tensor:
         """Turn (..., feature width) features of committed positions into the (..., hidden) rows that layers read."""
-        out: Tensor = self.hidden_norm(self.fc(features))
+        out: Tensor = self.hidden_norm(self.fc(self.scaled(features)))
         return out
 
     def forward(self, context: Tensor | None, block: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
@@ -314,6 +314,8 @@ class MaskedBlockModel(DraftModel):
         `rope` is of the C + R rows. Each attention gets the queries of the R rows, the keys and values of all. Without
         `context` the attentions know its keys and values.
         """
+        if self.embedding_scale != 1.0:
+            block = block * self.embedding_scale
         for layer, attend in zip(self.layers, attends, strict=True):
             block = layer(block, rope, attend, context)
         return block
@@ -327,8 +329,19 @@ class MaskedBlockModel(DraftModel):
         """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them, if any."""
         if self.markov_head is None:
             return None
-        out: Tensor = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+        out: Tensor = self.markov_head["markov_w2"](self._row_of(previous))
         return out
+
+    def _row_of(self, previous: Tensor) -> Tensor:
+        """Return the (..., rank) rows of (...) target ids in the Markov table."""
+        assert self.markov_head is not None
+        if self.config.markov_drafts:
+            ids = self.get_buffer("d2t") + torch.arange(self.config.draft_vocab_size, device=previous.device)
+            number = torch.searchsorted(ids, previous)
+            is_draft = ids[number.clamp(max=len(ids) - 1)] == previous
+            previous = number.where(is_draft, len(ids))
+        row: Tensor = self.markov_head["markov_w1"](previous)
+        return row
 
     def read_behind(self, states: Tensor, previous: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """(..., hidden) states of any slot behind (...) target ids -> logits with the bias, and normed states."""
@@ -340,6 +353,6 @@ class MaskedBlockModel(DraftModel):
         """Return the (...) logits of being accepted of slots with (..., hidden) normed states behind (...) ids."""
         assert self.confidence_head is not None
         if self.config.confidence_with_markov and self.markov_head is not None:
-            normed = torch.cat((normed, self.markov_head["markov_w1"](previous)), dim=-1)
+            normed = torch.cat((normed, self._row_of(previous)), dim=-1)
         out: Tensor = self.confidence_head["proj"](normed)[..., 0]
         return out

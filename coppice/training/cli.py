@@ -104,9 +104,10 @@ def train_head(
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
     from coppice.training import heads, trainer
     from coppice.training.answers import READ_TIMES, AnswerPlan, record_answers
+    from coppice.training.losses import fast_dtype
     from coppice.training.progress import Progress
 
-    dtype = str(trainer.fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
+    dtype = str(fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
     read, fields = _layers(layers, kind), _fields(shape, kind)
     build = {"lm": heads.LanguageModelInTraining}.get(kind, heads.FeatureHeadInTraining)
     if kind not in TRAINED_KINDS:

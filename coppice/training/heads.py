@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, save_head, shape_of
+from coppice.heads.checkpoints import MASKED_KINDS, SHAPES, TargetParts, save_head, shape_of
 from coppice.heads.layers import HeadConfig
 from coppice.training.answers import TargetAnswers
 from coppice.training.data import copy_tokenizer, held_out_batches
@@ -27,15 +28,19 @@ from coppice.training.losses import (
     accepted_length,
     alphas,
     expectation,
+    fast_dtype,
     measure,
 )
 
-DRAFT_VOCAB = 4096
+DRAFT_VOCAB, DRAFT_SHARE = 4096, 16
+"""ids of the draft vocabulary: so many, or where that is more one in so many of the target's"""
 MEASURED_ROWS = 12
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
 HEAD = "head.json"
 """in a run's work folder: configuration and draft vocabulary"""
+LEAST_SIZE = 1e-6
+"""of a feature: smaller ones are as good as none"""
 SHARD_SIZE = "40MB"
 LM_SIZES = {
     "hidden_size": 128,
@@ -99,19 +104,23 @@ class HeadInTraining(nn.Module):
 def head_config(kind: str, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any) -> Any:
     """Return a head's configuration in the shape of the target's layers.
 
-    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
-    for one that there is not, or whose value does not fit.
+    draft_vocab: 0: as many ids as is usual for the target's vocabulary. layers: those that the head reads; empty: the
+    default ones. `more` are fields of the kind's own. Raises InvalidField for one that there is not, or whose value
+    does not fit.
     """
     config: Any = parts.config
+    draft_vocab = draft_vocab or max(DRAFT_VOCAB, parts.vocab_size // DRAFT_SHARE)
     of_target = {
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.hidden_size,
         "vocab_size": parts.vocab_size,
-        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
         "feature_layers": layers or default_feature_layers(config.num_hidden_layers),
         "num_target_layers": config.num_hidden_layers,
     }
     shape = {
+        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
+        "shared_output": kind in SHAPES,
+        "scaled_features": kind in SHAPES,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -121,7 +130,8 @@ def head_config(kind: str, parts: TargetParts, draft_vocab: int, layers: tuple[i
         "rope_parameters": head_rope(config) | {name: more[name] for name in ("rope_theta",) if name in more},
     }
     if kind == "specblock":
-        shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
+        shape |= {"rank_norm_topk": None, "block_rope_advance": True}
+    shape |= {"markov_drafts": kind == "dspark"}
     fields = shape_of(kind)[0]
     own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
     for name in sorted(more.keys() - own):
@@ -144,14 +154,16 @@ def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping
     Returns what else to know: where it does not turn positions as the target does.
     """
     parts = TargetParts(target)
-    head = head_config(kind, parts, DRAFT_VOCAB, layers, **shape)
+    head = head_config(kind, parts, 0, layers, **shape)
     if head.rope_parameters == getattr(parts.config, "rope_parameters", None):
         return ""
     return f"the target's layers do not all turn positions alike; the head's rope_parameters: {head.rope_parameters}"
 
 
-def build_student(config: HeadConfig, parts: TargetParts, draft_ids: Tensor, seed: int) -> Student:
-    """Make a fresh draft model whose output layer starts as the target's."""
+def build_student(
+    config: HeadConfig, parts: TargetParts, draft_ids: Tensor, seed: int, dtype: torch.dtype = torch.float32
+) -> Student:
+    """Make a fresh draft model whose output layer starts as the target's, or is it, then in `dtype`."""
     torch.manual_seed(seed)
     model: Any = shape_of(config.kind)[1](config)
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
@@ -166,11 +178,33 @@ def build_student(config: HeadConfig, parts: TargetParts, draft_ids: Tensor, see
                 nn.init.normal_(parameter, std=0.02)
             elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
                 parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
+            elif (
+                name.endswith("markov_w1.weight") and len(parameter) == len(draft_ids) + 1
+            ):  # like tokens have like rows
+                rows = parts.embedding[draft_ids].float()
+                rows = rows @ torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -parameter.shape[1] :]
+                parameter[:-1, : rows.shape[1]] = rows / rows.std(0).clamp_min(LEAST_SIZE) * parameter.shape[1] ** -0.5
             elif name.endswith("lm_head.weight"):
                 parameter.copy_(parts.output[draft_ids])
     if not model.own_output:
-        model.lm_head.weight = parts.output[draft_ids].float()
-    return Student(model, parts.embedding_of(config.kind).float())
+        model.lm_head.weight = parts.output[draft_ids].to(dtype)
+    model.embedding_scale = parts.scale_of(config.kind)
+    return Student(model, parts.embedding.float())
+
+
+@torch.no_grad()
+def fit_scales(model: Any, answers: TargetAnswers) -> None:
+    """Let a fresh model read features at one size, and write states as large as those that the output layer knows.
+
+    They are measured on the first text of each domain: a target's values may differ by thousands.
+    """
+    first = np.stack([domain.train[: answers.plan.length] for domain in answers.domains()])
+    sample = answers.read(torch.from_numpy(first))
+    if model.config.scaled_features:
+        sizes = sample.features.abs().mean((0, 1))
+        model.feature_scale.copy_((1 / sizes.clamp_min(LEAST_SIZE)).bfloat16())
+    if not model.own_output:
+        model.norm.weight.copy_(sample.final.square().mean((0, 1)).sqrt())
 
 
 class FeatureHeadInTraining(Student, HeadInTraining):
@@ -179,7 +213,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
     best_by = LENGTH
 
     def __init__(
-        self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB, learns_by: Mapping[str, Any] | None = None
+        self, config: TrainingConfig, draft_vocab: int = 0, learns_by: Mapping[str, Any] | None = None
     ) -> None:
         """`learns_by` are fields of the HeadLoss of a kind that LOSSES does not have.
 
@@ -187,23 +221,29 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         """
         kind, answers, record = config.kind, config.answers, config.work / HEAD
         parts = TargetParts(config.target)
-        draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
+        more = dict(config.shape)
+        if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
+            more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
+        sizes = head_config(kind, parts, draft_vocab, answers.layers, **more)
+        draft_ids = draft_vocabulary(answers, parts.vocab_size, sizes.draft_vocab_size)
         if config.resume and record.exists():  # more answers may be there now, but the vocabulary stays
             begun = json.loads(record.read_text(encoding="utf-8"))
             draft_ids, reads = torch.tensor(begun["draft_ids"]), tuple(begun["config"]["feature_layers"])
             if reads != answers.layers:
                 reason = f"{answers.folder} holds features of layers {answers.layers}, the head reads {reads}"
                 raise InvalidField("--lessons", reason)
-        more = dict(config.shape)
-        if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
-            more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
-        sizes = head_config(kind, parts, len(draft_ids), answers.layers, **more)
-        fresh = build_student(sizes, parts, draft_ids, config.seed)
+            sizes = shape_of(kind)[0].checked(begun["config"], "--resume")
+            for name, value in config.shape.items():
+                if value != (has := begun["config"].get(name)):
+                    raise InvalidField("--shape", f"{name} is {value}, and {has} of the head that {record} began")
+        dtype = fast_dtype(torch.device(config.device))
+        fresh = build_student(sizes, parts, draft_ids, config.seed, dtype)
+        fit_scales(fresh.model, answers)
         super().__init__(fresh.model, cast(Tensor, fresh.embedding))
         config.work.mkdir(parents=True, exist_ok=True)
         begun = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
-        self.teacher = Teacher(parts.output.to(config.device), draft_ids)
+        self.teacher = Teacher(parts.output.to(config.device), draft_ids, dtype)
         self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
         self.texts = {name: answers.read(batch[:, :-1].to(config.device)) for name, batch in batches.items()}
@@ -222,7 +262,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
 
     def export(self, folder: Path) -> str:
         """Write the head in its public layout, with what is expected of it. Returns its acceptance for the card."""
-        self.bfloat16().float()  # what is measured is what is shipped: the rounded weights
+        self.model.bfloat16().float()  # what is measured is what is shipped: the rounded weights
         model = cast(Any, self.model)
         measured = {name: measure(self, self.trained, texts) for name, texts in self.texts.items()}
         save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expectation(measured)}))

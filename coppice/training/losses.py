@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,23 @@ from torch import Tensor, nn
 from coppice.config.model import Expectation
 from coppice.heads.checkpoints import MASKED_KINDS
 from coppice.heads.models import MaskedBlockModel
+from coppice.machine import this_machine
 from coppice.training.answers import Answer
+
+_BFLOAT16 = {"avx512_bf16", "amx_bf16"}
+"""features of processors that multiply in bfloat16; on others it is many times slower than float32"""
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where there are units for it, else float32."""
+    has_units = device.type == "cuda" or (device.type == "cpu" and not _BFLOAT16.isdisjoint(this_machine().features))
+    return torch.bfloat16 if has_units else torch.float32
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Return a context of mixed precision in `fast_dtype`, which does nothing where that is float32."""
+    dtype = fast_dtype(device)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
 
 
 class Teacher:
@@ -26,18 +42,17 @@ class Teacher:
     draft_number: Tensor
     """(V,) draft id of each target id, -1 outside the draft vocabulary"""
 
-    def __init__(self, output: Tensor, draft_ids: Tensor) -> None:
+    def __init__(self, output: Tensor, draft_ids: Tensor, dtype: torch.dtype = torch.float32) -> None:
         """`output`: the target's (V, hidden) layer. `draft_ids`: the (D,) ascending ids of the draft vocabulary."""
         self.draft_ids = draft_ids.to(output.device)
-        self.draft_output = output[self.draft_ids].float()
+        self.draft_output = output[self.draft_ids].to(dtype)
         self.draft_number = torch.full((len(output),), -1, device=output.device)
         self.draft_number[self.draft_ids] = torch.arange(len(draft_ids), device=output.device)
 
     @torch.no_grad()
-    def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return (..., D) log-probabilities, renormalised over the draft vocabulary, from an answer's `final`."""
-        log_probs: Tensor = (final @ self.draft_output.T).log_softmax(-1)
-        return log_probs
+    def draft_probs(self, final: Tensor) -> Tensor:
+        """Return (..., D) probabilities, renormalised over the draft vocabulary, from an answer's `final`."""
+        return F.linear(final.to(self.draft_output.dtype), self.draft_output).softmax(-1, torch.float32)
 
 
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -58,19 +73,45 @@ ANCHOR_ROWS = 4
 """blocks of masks learn from one row in so many"""
 
 
-def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
-    return -(taught.exp() * logits.float().log_softmax(-1)).sum(-1).mean()
+class _Mixture(torch.autograd.Function):
+    """`mixture`, and its gradient beside it, in two arrays as large as the logits: autograd would walk a dozen."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, taught: Tensor, share: float) -> Tensor:
+        wide = logits.float()
+        q = wide.softmax(-1)
+        entropy = wide.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(wide, taught)
+        common = torch.minimum(q, taught).sum(-1)
+        # The gradient of sum(min(p, q)) by the logits is q (below - sum(q below)), below = where q < p.
+        gradient = torch.lt(q, taught, out=torch.empty_like(q))
+        within = torch.linalg.vecdot(gradient, q)[:, None]
+        gradient.mul_(-2 * share).add_(1 - share + 2 * share * within).mul_(q).sub_(taught, alpha=1 - share)
+        ctx.save_for_backward(gradient.div_(len(q)).to(logits.dtype))
+        loss: Tensor = ((1 - share) * entropy + 2 * share * (1 - common)).mean()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0].to(gradient.dtype), None, None
+
+
+def mixture(logits: Tensor, taught: Tensor, share: float) -> Tensor:
+    """Return the mean of 1 - `share` of the cross-entropy and `share` of the L1 distance of (n, D) logits to what is
+    taught, (n, D) probabilities.
+    """
+    return cast(Tensor, _Mixture.apply(logits, taught, share))  # type: ignore[no-untyped-call]
+
+
+soft_loss = partial(mixture, share=0.0)
+"""the mean cross-entropy in nats (SpecBlock, equation 6)"""
+l1_loss = partial(mixture, share=0.9)
+"""0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)"""
 
 
 def overlap(logits: Tensor, taught: Tensor) -> Tensor:
     """Return the (n,) shares 1 - TV of p and q: how often a token drawn from q is accepted (arXiv 2607.05147, s. 3)."""
-    return torch.minimum(logits.float().softmax(-1), taught.exp()).sum(-1)
-
-
-def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return 0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)."""
-    return 0.1 * soft_loss(logits, taught) + 0.9 * 2 * (1 - overlap(logits, taught)).mean()
+    return torch.minimum(logits.float().softmax(-1), taught).sum(-1)
 
 
 def divergence(logits: Tensor, others: Tensor) -> Tensor:
@@ -81,7 +122,7 @@ def divergence(logits: Tensor, others: Tensor) -> Tensor:
 
 LOSSES: Mapping[str, dict[str, Any]] = {
     "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
-    "eagle3": {"blocks": STEPS, "decay": DECAY},
+    "eagle3": {"blocks": STEPS, "decay": DECAY, "every": LATER_ROWS},
     # A slot weighs exp(-1 / 4) as much as the one before (DSpark, arXiv 2607.05147, section 5).
     **{kind: {"distance": l1_loss, "decay": math.exp(-1 / 4), "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
 }
@@ -142,14 +183,14 @@ class Targets:
 
     ids: Tensor  # (B, N + 1)
     gold: Tensor  # (B, N + 1) draft ids, -1 outside the draft vocabulary
-    log_probs: Tensor  # (B, N + 1, D), of the token behind each position
+    probs: Tensor  # (B, N + 1, D), of the token behind each position
     rows: Tensor  # (n,)
 
     @classmethod
     def of(cls, answer: Answer, teacher: Teacher) -> Targets:
         """Take all rows of the answers, with their tokens and distributions in the draft vocabulary."""
         rows = torch.arange(answer.ids.shape[1] - 1, device=answer.ids.device)
-        return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_log_probs(answer.final), rows)
+        return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_probs(answer.final), rows)
 
     def token(self, offset: int) -> Tensor:
         """Return the (B, n) ids offset + 1 behind each row; rows whose text has ended repeat its last one."""
@@ -164,9 +205,9 @@ class Targets:
         return self.rows + offset + 2 < self.ids.shape[1]
 
     def taught(self, admitted: Tensor, offset: int) -> Tensor:
-        """Return the target's (m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
+        """Return the target's (m, D) probabilities for the m admitted rows of a (B, n) mask."""
         text, row = admitted.nonzero(as_tuple=True)
-        return self.log_probs[text, self._at(offset + 1)[row]]
+        return self.probs[text, self._at(offset + 1)[row]]
 
     def _at(self, offset: int) -> Tensor:
         return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
@@ -221,7 +262,7 @@ class Slot:
     normed: Tensor  # (n, hidden)
     previous: Tensor  # (n,) ids of the tokens before
     gold: Tensor  # (n,) draft ids
-    taught: Tensor  # (n, D) the target's log-probabilities
+    taught: Tensor  # (n, D) the target's probabilities
     tried: int
     """the n rows, and those whose token is outside the draft vocabulary"""
 

@@ -29,6 +29,7 @@ from coppice.errors import InvalidField
 from coppice.training.answers import write_whole
 from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, TrainingConfig
+from coppice.training.losses import autocast
 from coppice.training.progress import Progress
 
 CHECKPOINT, BEST, CARD = "checkpoint.safetensors", "best.safetensors", "README.md"
@@ -66,9 +67,9 @@ class Recipe:
     """of the matrices inside; 0 gives them to AdamW"""
     small_batch: int = 512
     batch: int = 1024
-    length: int = 128
-    long_length: int = 256
-    eval_tokens: int = 100_000
+    length: int = 256
+    long_length: int = 512
+    eval_tokens: int = 200_000
 
     def rate(self, seen: int) -> float:
         """Return the factor on every learning rate after `seen` tokens."""
@@ -237,7 +238,8 @@ class Trainer:
         counters.held_out = {name: self._held_out_loss(rows[:, :-1]) for name, rows in batches.items()}
         weights = {domain.name: domain.weight for domain in self.domains if domain.name in batches}
         mean = sum(counters.held_out[name] * w for name, w in weights.items()) / sum(weights.values())
-        measured = self.model.figures()
+        with autocast(self.device):
+            measured = self.model.figures()
         score = -measured[self.model.best_by] if self.model.best_by else mean
         if score < counters.best:
             counters.best, counters.best_tokens = score, counters.tokens
@@ -314,16 +316,3 @@ def usable_device(name: str) -> torch.device:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise InvalidField("device", f"{name}: {str(error).partition(chr(10))[0]}") from None
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where there are units for it (CUDA, AMX), else float32: there bfloat16 is many times slower."""
-    if device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported()):
-        return torch.bfloat16
-    return torch.float32
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    """Return a context of mixed precision in `fast_dtype`, which does nothing where that is float32."""
-    dtype = fast_dtype(device)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)

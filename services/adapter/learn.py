@@ -22,9 +22,18 @@ from coppice.adaptation.signals import Sample
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
-from coppice.machine import this_machine
 from coppice.training.answers import Answer
-from coppice.training.losses import DECAY, LOSSES, HeadLoss, Student, Teacher, accepted_length, measure, soft_loss
+from coppice.training.losses import (
+    DECAY,
+    LOSSES,
+    HeadLoss,
+    Student,
+    Teacher,
+    accepted_length,
+    autocast,
+    measure,
+    soft_loss,
+)
 
 from .decide import Arm, Trained, passes_over
 
@@ -37,7 +46,6 @@ _EVERY = 4  # later blocks start from every so many rows
 _NOTHING = -1  # stands behind the end of a text; no draft id
 _LONGEST_S = 1.0  # between two rests; what is longer was no computing: the process was stopped
 _OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules that a head-only update changes
-_BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
 
 
 SESSIONS = 512  # ended queries whose late samples are still taken
@@ -118,11 +126,11 @@ class Texts(Teacher):
             ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
             features[number, : end - 1] = torch.from_numpy(rows[number])
         numbers = draft_number[ids.roll(-1, dims=1)]
-        final = torch.full((*numbers.shape, size), -torch.inf, device=device)
-        final.scatter_(-1, numbers.clamp(min=0)[..., None], 0.0)
-        self.answer = Answer(ids, features, final)  # `final` is (S, T, D) log-probabilities of the token behind each
+        final = torch.zeros(*numbers.shape, size, device=device)
+        final.scatter_(-1, numbers.clamp(min=0)[..., None], 1.0)
+        self.answer = Answer(ids, features, final)  # `final` is (S, T, D) probabilities of the token behind each
 
-    def draft_log_probs(self, final: Tensor) -> Tensor:
+    def draft_probs(self, final: Tensor) -> Tensor:
         return final
 
 
@@ -191,14 +199,14 @@ class Learner:
         self._begin_with(begin)
         weights = self._weights_of(arm)
         optimiser = torch.optim.AdamW(weights, lr=_RATES[arm], betas=_BETAS, weight_decay=0.0)
-        order, fast = torch.Generator().manual_seed(len(texts)), not _BFLOAT16.isdisjoint(this_machine().features)
+        order = torch.Generator().manual_seed(len(texts))
         before = self._length(held_out, pace)
         for _ in range(passes_over(len(texts))):
             for numbers in torch.split(torch.randperm(len(texts), generator=order), _BATCH):
                 if self.stopped.is_set():
                     raise Interrupted("an update was given up")
                 batch = self.texts([texts[number] for number in numbers])
-                with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+                with autocast(torch.device("cpu")):
                     loss = self.loss_on(batch, penalty)(self.student, batch.answer)
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(weights, _CLIP, foreach=True)
@@ -229,11 +237,13 @@ class Learner:
     def _weights_of(self, arm: Arm) -> list[nn.Parameter]:
         """Let gradients flow to the weights that an arm trains alone, and return them.
 
-        Where a head has a Markov table its output layer is the target's.
+        Where the output layer is the target's, the norm before it learns in its place, unless there is a Markov table.
         """
         chosen = []
+        borrowed = not self.student.model.own_output and not getattr(self.config, "markov_rank", 0)
+        output = (*_OUTPUT, "norm") if borrowed else _OUTPUT
         for name, weight in self._trained:
-            weight.requires_grad_(arm is Arm.FULL or name.partition(".")[0] in _OUTPUT)
+            weight.requires_grad_(arm is Arm.FULL or name.partition(".")[0] in output)
             if weight.requires_grad:
                 chosen.append(weight)
         return chosen

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from coppice.client.client import AsyncClient, Client
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import load_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
+from coppice.training.cli import app as train
 from coppice.wire.generation import Chunk
 from tests.signals import eventually
 from tests.stacks import interrupted, serving
@@ -151,3 +157,66 @@ def test_killed_drafters_are_missed_by_nobody_and_draft_again_after_their_restar
     for name in KINDS:
         stack.restart(f"drafter-{name}")
         assert eventually(partial(drafts, name))
+
+
+WIDE, NARROW = 4096, 512
+"""ids of a target, of which its tokenizer knows the lowest ones alone, and of a draft vocabulary"""
+TRAINED = ("dspark", "specblock", "eagle3")
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma with a large vocabulary, and a head of each kind that learnt a few steps of its answers."""
+    place = tmp_path_factory.mktemp("learnt")
+    make_target(place / "target", WIDE, layers=6, gemma=True)
+    words = (f"the cat saw one red bird {n}\nand a dog ran {n * n}" for n in range(200))
+    (place / "words.txt").write_text("<|endoftext|>".join(words), encoding="utf-8")
+    common = ["--target", str(place / "target"), "--data", f"words={place}/words.txt", "--tokens", "1024"]
+    for kind in TRAINED:
+        flags = ["--kind", kind, "--lessons", str(place / "lessons"), "--shape", f"draft_vocab_size={NARROW}"]
+        ended = CliRunner().invoke(train, ["head", *common, *flags, "--out", str(place / kind)])
+        assert ended.exit_code == 0, ended.output
+    return place
+
+
+def test_trained_heads_draft_from_the_targets_own_rows_of_a_part_of_its_vocabulary(learnt: Path) -> None:
+    rows = load_file(learnt / "target" / "model.safetensors")["lm_head.weight"]
+    for kind in TRAINED:
+        file = learnt / kind / "model.safetensors"
+        tensors, head = load_file(file), load_head(kind, learnt / kind, learnt / "target").model
+        assert not {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
+        assert max(len(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()) <= NARROW + 1
+        assert torch.equal(head.lm_head.weight, rows[head.target_ids])
+        assert not torch.equal(head.feature_scale, torch.ones_like(head.feature_scale))
+        refused = {"d2t does not name 512 ids of 4096": head.d2t + WIDE}
+        if kind == "dspark":  # its Markov table is found by the ids
+            table, ids = head.markov_head["markov_w1"].weight, head.target_ids
+            inside, outside = torch.isin(torch.arange(WIDE), ids), ids[-1:] + 1
+            assert torch.equal(head.bias(ids), head.markov_head["markov_w2"](table[:-1]))
+            assert not inside[outside]
+            assert torch.equal(head.bias(outside), head.markov_head["markov_w2"](table[-1:]))
+            refused["d2t does not name its ids in order"] = ids.flip(0) - torch.arange(NARROW)
+        for reason, offsets in refused.items():
+            save_file(tensors | {"d2t": offsets}, file)
+            with pytest.raises(InvalidField, match=f"{kind}/model.safetensors: {reason}"):
+                load_head(kind, learnt / kind, learnt / "target")
+        save_file(tensors, file)
+
+
+def test_no_text_depends_on_the_draft_vocabulary(learnt: Path, tmp_path: Path) -> None:
+    """Prompts and answers have ids inside it and outside."""
+    drafts = set(load_head("dspark", learnt / "dspark", learnt / "target").model.target_ids.tolist())
+    foreign = [token for token in range(WIDE - 1, 0, -1) if token not in drafts][:3]
+    target, prompts = Reference(learnt / "target", "float32", threads=1), ([7, 8, 9], [*foreign, 11, *foreign])
+    heads = [HeadSpec(kind, kind, learnt / kind) for kind in TRAINED]
+    options: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True}
+    with serving(tmp_path, learnt / "target", *heads) as running, Client(running.address) as client:
+        for prompt in prompts:
+            greedy = target.greedy(prompt, 48).ids
+            sampled = client.generate(prompt, policy="plain", sampling=SAMPLED, **options).ids
+            assert not drafts.issuperset(greedy + sampled)
+            assert not drafts.isdisjoint(greedy + sampled)
+            for kind, sampling in product(TRAINED, (GREEDY, SAMPLED)):
+                answer = client.generate(prompt, policy=f"single:{kind}", budget=16, sampling=sampling, **options)
+                assert answer.ids == (sampled if sampling is SAMPLED else greedy), (kind, sampling)
+                assert sum(answer.verified_nodes) > 0

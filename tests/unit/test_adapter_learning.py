@@ -89,7 +89,7 @@ def test_an_update_lengthens_drafts_and_changes_what_its_arm_may_change(
     assert further.before == result.after
 
 
-def test_a_head_that_brings_its_output_layer_is_taught_by_its_markov_table(
+def test_a_head_is_taught_by_its_markov_table_or_where_the_output_layer_is_the_targets_by_the_norm_before(
     heads: dict[str, Path], target: Path, tmp_path: Path
 ) -> None:
     loaded = load_head("dspark", heads["dspark"], target)
@@ -98,6 +98,8 @@ def test_a_head_that_brings_its_output_layer_is_taught_by_its_markov_table(
     learner = Learner(tmp_path / "own", target)
     _, tensors = learner.learn(Arm.HEAD, {}, circles(learner), [])
     assert set(tensors) == HEADS_OWN["dspark"]
+    borrowing = Learner(save_random(tmp_path / "shared", "eagle3", shared_output=True), target)
+    assert set(borrowing.learn(Arm.HEAD, {}, circles(borrowing), [])[1]) == {"norm.weight"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

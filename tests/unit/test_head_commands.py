@@ -219,6 +219,8 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
+    with pytest.raises(InvalidField, match=r"--shape: head_dim is 4, and 8 of the head that .*head.json began"):
+        learn(TrainingConfig("eagle3", target, answers, work, {"head_dim": 4}, resume=True), 256)
     other = record_answers([f"words={place}/words.txt"], target, tmp_path / "other", SMALL, layers=(3,))
     with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(2, 3, 4\)"):
         learn(TrainingConfig("eagle3", target, other, work, resume=True), 256)

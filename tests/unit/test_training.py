@@ -95,7 +95,7 @@ def test_the_rate_rises_and_falls_to_zero_and_the_last_rows_are_long() -> None:
     rates = [recipe.rate(seen) for seen in (0, 20_000, 500_000, 1_000_000)]
     assert rates[0] < 0.1
     assert rates[1:] == pytest.approx([1, 0.5, 0], abs=0.01)
-    assert [recipe.shape(seen) for seen in (0, 900_000)] == [(4, 128), (2, 256)]
+    assert [recipe.shape(seen) for seen in (0, 900_000)] == [(2, 256), (1, 512)]
 
 
 CHATS = [
