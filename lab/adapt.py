@@ -2,8 +2,8 @@
 
 Every policy has a stack of its own, one of them running at a time: each sees the same stream as if it were alone. The
 others are stopped (SIGSTOP) meanwhile, training included, so that no stack slows another one, and a machine whose speed
-drifts over minutes is equally unkind to all. What is compared was measured in the same minutes. The prompts are of our
-own making: nobody's, and none that a head was trained on.
+drifts over minutes is equally unkind to all. What is compared was measured in the same minutes. Without --prompts
+they are of our own making: nobody's, and none that a head was trained on.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
-from lab.measuring import GREEDY, asking, judged
+from lab.measuring import GREEDY, Ids, asking, judged
 from lab.options import Options
+from lab.questions import read_questions
 from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
 
 NEVER, BANDIT = "never", "bandit"
@@ -57,7 +58,7 @@ class StreamQuery(NamedTuple):
     """One query, and which part of the stream it belongs to."""
 
     part: str
-    prompt: str
+    prompt: str | Ids
 
 
 def prompts_of(kind: str) -> list[str]:
@@ -124,7 +125,7 @@ class Lane:
         yield
         self.send(signal.SIGSTOP)
 
-    def answer(self, prompts: Sequence[str]) -> None:
+    def answer(self, prompts: Sequence[str | Ids]) -> None:
         """Run, and add the answers to some prompts.
 
         The budget is named, so that trees are verified whole: each verifier else cuts them by the costs that it
@@ -146,11 +147,16 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
     policies = options.methods or (known if options.what == "shift" else (NEVER, BANDIT))
     if unknown := [policy for policy in policies if policy not in known]:
         raise InvalidField("methods", f"{unknown[0]!r} is not one of {', '.join(known)}")
-    check_range("n", options.n, 3, 2 * len(prompts_of("code")))  # so many different prompts there are
     base = replace(replace(options, heads=[options.head]).spec(), budget=BUDGET)
     if (kind := base.heads[0].kind) not in ADAPTED_KINDS:
         raise InvalidField("head", f"{kind} heads are not adapted; those are: {', '.join(ADAPTED_KINDS)}")
-    return base, [Lane(policy, spec_for(policy, base)) for policy in policies], STREAMS[options.what](options.n)
+    if options.prompts:
+        asked, _ = read_questions(replace(options, max_new_tokens=NEW_TOKENS), base)
+        stream = [StreamQuery(question.benchmark, question.ids) for question in asked]
+    else:
+        check_range("n", options.n, 3, 2 * len(prompts_of("code")))  # so many different prompts there are
+        stream = STREAMS[options.what](options.n)
+    return base, [Lane(policy, spec_for(policy, base)) for policy in policies], stream
 
 
 def spec_for(policy: str, base: StackSpec) -> StackSpec:
@@ -178,7 +184,8 @@ def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference
 
     The first lane's answers are re-scored, the others' compared with them first.
     """
-    asked = [(reference.text.encode(query.prompt), GREEDY) for query in stream]
+    prompts = [query.prompt for query in stream]
+    asked = [(reference.text.encode(each) if isinstance(each, str) else each, GREEDY) for each in prompts]
     verdicts = judged(reference, asked, {lane.name: lane.answers for lane in lanes})
     report.rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
     if report.rows[0]["method"] == NEVER:

@@ -6,6 +6,7 @@ What needs torch is imported by the command that needs it: --help is to be quick
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product, starmap
 from pathlib import Path
@@ -18,10 +19,11 @@ from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES, Limits
+from coppice.stack.spec import StackSpec
 from lab.adapt import lanes_of, report_lanes, run_lanes
 from lab.demo import demo as run_demo
 from lab.identity import SPARE, questions, run_identity, two_of_each
-from lab.measuring import Bench, measuring, reference_of, reporting, running
+from lab.measuring import Bench, Journal, measuring, reference_of, reporting, running
 from lab.options import ASKED, Options, command, read_methods
 from lab.questions import prompt_ids, read_questions
 from lab.run import Cell, methods_of, run_exact, run_methods
@@ -37,6 +39,7 @@ app = typer.Typer(
 paper = typer.Typer(help="The papers' tables, measured on these models.", no_args_is_help=True)
 app.add_typer(paper, name="paper")
 demo_app = typer.Typer(add_completion=False)
+EXACT_SESSIONS = 8
 
 
 @demo_app.command()
@@ -63,10 +66,10 @@ def architectures(
 def exact(options: Options) -> None:
     """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
     spec = options.spec()
-    methods, budgets = read_methods(options.methods, spec.heads), options.numbers("budgets", int, 0, MAX_TREE_NODES)
-    temperatures, asked = options.numbers("temperatures", float, 0), prompt_ids(options, spec)
+    methods, (asked, _) = read_methods(options.methods, spec.heads), read_questions(options, spec)
+    cells = cells_of(options, spec, (min(EXACT_SESSIONS, len(asked)),))
     with measuring("bench exact", spec, options) as bench:
-        run_exact(bench, asked, methods, budgets, temperatures)
+        run_exact(bench, [replace(question, later=()) for question in asked], methods, cells)
 
 
 @command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
@@ -105,37 +108,55 @@ def services(options: Options) -> None:
             run_services(bench, asleep, sessions, temperatures)
 
 
-@command(
-    app,
-    *ASKED,
-    "warm_up",
-    "methods",
-    "temperatures",
-    "sessions",
-    "budgets",
-    "max_new_tokens",
-    n=16,
-)
+TIMED = (*ASKED, "methods", "temperatures", "budgets", "max_new_tokens")
+
+
+@command(app, *TIMED, "warm_up", "sessions", n=16)
 def run(options: Options) -> None:
     """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
 
     Methods are policies (route:A/B between the heads named), head names, hf-generate, hf-assisted and hf-lookup; by
-    default plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked.
+    default plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked. With --json the same
+    command goes on with a run that was broken off.
 
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
-    tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
+    tokens and SPEED-Bench's acceptance length.
     """
     spec = options.spec()
     sessions = options.numbers("sessions", int, 1, spec.settings().limits.sessions)
-    methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.numbers("temperatures", float, 0)
-    options = replace(options, budgets=options.budgets or str(spec.settings().orchestrator.budget))
-    budgets = options.numbers("budgets", int, 0, MAX_TREE_NODES)
-    asked, warm_up = read_questions(options, spec)
+    methods, cells = methods_of(options.methods, spec.heads, sessions), cells_of(options, spec, sessions)
+    (asked, warm_up), journal = read_questions(options, spec), Journal(options)
     with measuring("bench run", spec, options) as bench:
-        run_methods(bench, methods, list(starmap(Cell, product(temperatures, budgets, sessions))), asked, warm_up)
+        run_methods(bench, methods, cells, asked, warm_up, journal)
 
 
-@command(app, "what", "target", "head", "methods", "dtype", n=300)
+@command(app, *TIMED, "peers", "llama_cpp", n=6, warm_up=1)
+def peers(options: Options) -> None:
+    """Speed beside llama.cpp's server with the same weights, asked in turns by OpenAI's API, one prompt at a time.
+
+    llama.cpp is built from source at the first run. Of a conversation the first turn is asked. With --json the same
+    command goes on with a run that was broken off.
+    """
+    from lab.peers import build, check_peers, run_peers
+
+    spec = replace(options.spec(), http_port=0, extra={"verifier": {"verifier.prefix_cache": 0.0}})
+    methods, cells = read_methods(options.methods, spec.heads), cells_of(options, spec, (1,))
+    modes, questions, journal = check_peers(options.peers or ()), read_questions(options, spec), Journal(options)
+    asked, warm_up = ([replace(question, later=()) for question in some] for some in questions)
+    built = build(options.llama_cpp)
+    with measuring("bench peers", spec, options) as bench:
+        run_peers(bench, methods, modes, cells, asked, warm_up, built, journal)
+
+
+def cells_of(options: Options, spec: StackSpec, sessions: Sequence[int]) -> list[Cell]:
+    """All temperatures, budgets and numbers of sessions."""
+    options = replace(options, budgets=options.budgets or str(spec.settings().orchestrator.budget))
+    temperatures = options.numbers("temperatures", float, 0)
+    budgets = options.numbers("budgets", int, 0, MAX_TREE_NODES)
+    return list(starmap(Cell, product(temperatures, budgets, sessions)))
+
+
+@command(app, "what", "target", "head", "prompts", "category", "methods", "dtype", n=300)
 def adapt(options: Options) -> None:
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
 

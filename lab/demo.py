@@ -28,7 +28,9 @@ from coppice.stack.redis_server import find_server
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
 from lab.measuring import GREEDY, Ask, asking, clean_check, judged, others_s, reference_of, timed
-from lab.report import HF_GENERATE, Report, make_row
+from lab.questions import Question
+from lab.report import Report, exactness_checks
+from lab.run import HF_GENERATE, Cell, Pairs, add_speed
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
@@ -115,8 +117,10 @@ def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Rep
     asked = asked[: len(answers["plain"])]
     budget = stack.settings.orchestrator.budget
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
-    rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
-    report.add_methods(rows, NEW_TOKENS)
+    pairs = Pairs(Cell(0.0, budget, 1), answers, [Question(ids) for ids, _ in asked])
+    report.rows = [pairs.row(method, verdicts[method]) for method in answers]
+    add_speed(report, report.rows)
+    report.checks += exactness_checks(report.rows, report.dtype, NEW_TOKENS)
     if others > OTHERS:
         busy = f"this machine was busy, others took {others:.0%} of it"
         report.notes.append(f"{busy}: the speeds above mean nothing, tau does")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,14 +20,16 @@ from rich.console import Console
 
 from coppice.client.client import Client
 from coppice.client.completion import Completion
+from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
+from coppice.wire.generation import Timings
 from lab.options import Options
-from lab.report import Check, Report
+from lab.report import Check, Report, commit
 
 K = TypeVar("K")
 Ids = tuple[int, ...]
@@ -50,6 +54,48 @@ class Bench:
         return reference_of(self.stack.spec)
 
 
+class Journal:
+    """The answers of a run, kept on disk as they come: the same command goes on behind them."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        """They lie beside `--json FILE`, without one nowhere. Raises InvalidField if they are of another run."""
+        file = options and options.json_file
+        self._file = file and file.with_name(f"{file.name}.partial")
+        self._run, self._lines = json.dumps([commit(), repr(options)]), list[str]()
+        if self._file and self._file.exists():
+            self._lines = self._file.read_text("utf-8").split("\n")
+            if self._lines.pop(0) != self._run:
+                raise InvalidField("json", f"{self._file} has answers of another run or commit: remove it first")
+            self._lines.pop()  # empty, or cut
+            self._file.write_text("\n".join((self._run, *self._lines, "")), "utf-8")
+
+    def next(self) -> dict[str, list[Completion]] | None:
+        """What was added next when the run was broken off; None behind its end."""
+        if not self._lines:
+            return None
+        read = json.loads(self._lines.pop(0))
+        return {name: [_completion(answer) for answer in answers] for name, answers in read.items()}
+
+    def add(self, answers: dict[str, list[Completion]]) -> dict[str, list[Completion]]:
+        """Keep the answers by method to prompts that were asked together, and return them."""
+        if self._file:
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write("" if lines.tell() else f"{self._run}\n")
+                lines.write(json.dumps(answers, default=asdict) + "\n")
+        return answers
+
+    def remove(self) -> None:
+        """Forget them: the run is complete."""
+        if self._file:
+            self._file.unlink(missing_ok=True)
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    """An answer as JSON holds it."""
+    ids, heads = tuple(fields["ids"]), tuple(fields["heads"])
+    return Completion(**fields | {"ids": ids, "heads": heads, "timings": Timings(**fields["timings"])})
+
+
 def reference_of(spec: StackSpec) -> Reference:
     """Plain transformers on a stack's target, run in this process as its verifier runs it."""
     verifier = spec.settings().verifier
@@ -69,8 +115,9 @@ def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[
 def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Report]:
     """A report that is printed, and written to `--json`, at the end; exits 1 if a check failed.
 
-    What breaks it off leaves by then measured figures printed and written all the same.
+    What breaks it off, SIGTERM too, leaves by then measured figures printed and written all the same.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report.of(command, spec)
     try:
         yield report

@@ -47,6 +47,11 @@ class Options:
     chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
     methods: Annotated[list[str] | None, names("Policies or head names; default: all of them.")] = None
+    peers: Annotated[
+        list[str] | None,
+        names("llama.cpp's modes, such as ngram-simple or draft-eagle3:DIR; default: those of n-grams."),
+    ] = None
+    llama_cpp: Annotated[Path | None, Option(help="Where llama.cpp is built, once; default: in HF_HOME.")] = None
     budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
     temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
@@ -56,7 +61,7 @@ class Options:
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
     what: Annotated[
         Literal["shift", "turns"],
-        Option(help="shift: stories, then code again; turns: code, stories and maths, again and again."),
+        Option(help="Without --prompts: stories, then code again; or code, stories and maths in turns."),
     ] = "shift"
     shape: Annotated[
         str, Option(metavar="NAME|DIR", help="demo, 0.5b, llama-3.1-8b, qwen3-8b, or a folder with config.json.")

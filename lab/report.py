@@ -20,7 +20,6 @@ from coppice.machine import this_machine
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Verdict
 
-HF_GENERATE = "hf-generate"
 Row = dict[str, Any]
 """one method's figures over all its prompts, as `--json` holds them: see `make_row`"""
 
@@ -55,7 +54,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """What was measured, as `--json` holds it."""
     tables: list[str] = field(default_factory=list)
-    """What was measured, for people."""
+    """What was measured, for people: Markdown."""
     notes: list[str] = field(default_factory=list)
     """Lines below the tables."""
     checks: list[Check] = field(default_factory=list)
@@ -73,30 +72,6 @@ class Report:
     def ok(self) -> bool:
         """Whether no check failed."""
         return not any(check.failed for check in self.checks)
-
-    def add_methods(self, rows: Sequence[Row], tokens_each: int) -> None:
-        """Add a row for each method with its speedup over plain, their table, and checks that they are exact."""
-        speeds = {row["method"]: row["tokens_per_s"] for row in rows}
-        plain, peer = speeds.get("plain"), speeds.get(HF_GENERATE)
-        self.rows += [row | {"speedup": row["tokens_per_s"] / plain if plain else 0.0} for row in rows]
-        lines = [
-            {
-                "method": short(row["method"]),
-                "budget": row["budget"] or None,
-                "tau": row["tau"],
-                "drafts": row["tau"] - 1,
-                "tokens/s": row["tokens_per_s"],
-                "x plain": row["tokens_per_s"] / plain if plain else None,
-                "x hf": row["tokens_per_s"] / peer if peer else None,
-                "draft": row["draft_share"] if row["heads"] else None,
-                "nodes": row["verified_nodes"] if row["heads"] else None,
-                "same/tie/wrong": verdicts_of(row),
-            }
-            for row in rows
-        ]
-        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
-        self.add_table(title, lines, {"draft": ".0%", "nodes": ".1f"})
-        self.checks += exactness_checks(rows, self.dtype, tokens_each)
 
     def add_table(
         self, title: str, lines: Iterable[Mapping[Any, Any]], formats: Mapping[str, str] | None = None
@@ -130,6 +105,7 @@ class Report:
                 ],
                 "ok": self.ok,
                 "figures": self.figures,
+                "tables": self.tables,
             }
             json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
@@ -148,23 +124,18 @@ class Report:
 
 
 def table(title: str, lines: Sequence[Mapping[Any, Any]], formats: Mapping[str, str] | None = None) -> str:
-    """A table with a column for each key that a line has a value for, as wide as it must be.
+    """A title, and Markdown's table with a column for each key that a line has a value for, as wide as it must be.
 
     A float has two digits unless `formats` gives its key another format; None is a dash.
     """
     keys = list(dict.fromkeys(key for line in lines for key, value in line.items() if value is not None))
-    cells = [keys, *([_cell(line.get(key), (formats or {}).get(key, "")) for key in keys] for line in lines)]
-    words = [all(isinstance(line.get(key), str) for line in lines) for key in keys]
-    widths = [max(len(str(row[at])) for row in cells) for at in range(len(keys))]
-    rows = [
-        "  ".join(
-            f"{cell!s:<{width}}" if left else f"{cell!s:>{width}}"
-            for cell, width, left in zip(row, widths, words, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([title, rows[0], rule, *rows[1:], ""])
+    cells = [[str(key) for key in keys]]
+    cells += [[_cell(line.get(key), (formats or {}).get(key, "")) for key in keys] for line in lines]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(keys))]
+    sides = ["<" if all(isinstance(line.get(key), str) for line in lines) else ">" for key in keys]
+    cells.insert(1, [f"{'' if side == '<' else ':':->{width}}" for side, width in zip(sides, widths, strict=True)])
+    rows = [" | ".join(map("{:{}{}}".format, row, sides, widths)) for row in cells]
+    return "\n".join([title, "", *(f"| {row} |" for row in rows), ""])
 
 
 def short(method: str) -> str:

@@ -1,5 +1,5 @@
 """`coppice bench run`: methods side by side on the same prompts, in alternating order, against transformers; and
-`coppice bench exact`, which asks each method and budget once and judges the answers.
+`coppice bench exact`, which judges the answers of all budgets.
 
 Methods are policies, heads and transformers' own ways. Each temperature, budget and number of sessions is a cell;
 methods are compared within their cell, prompt by prompt.
@@ -8,11 +8,11 @@ methods are compared within their cell, prompt by prompt.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
-from pathlib import Path
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,17 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import EPS, Reference, Verdict
+from coppice.testing.reference import EPS, TargetText, Verdict
 from coppice.training.progress import Progress
-from lab.measuring import Ask, Bench, Ids, asking, in_turn, judged
+from lab.measuring import Ask, Asked, Bench, Ids, Journal, asking, in_turn, judged
 from lab.options import read_methods
 from lab.questions import Question
-from lab.report import HF_GENERATE, Report, Row, exactness_checks, make_row, short, verdicts_of
-from lab.steps import costs, parts_of
+from lab.report import Report, Row, exactness_checks, make_row, short, verdicts_of
+from lab.steps import FORWARDS, costs, parts_of
 
-HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
+HF_GENERATE, HF_ASSISTED, HF_LOOKUP, LLAMA = "hf-generate", "hf-assisted", "hf-lookup", "llama.cpp"
+BASELINES = (HF_GENERATE, LLAMA)
+"""others' plain decoding"""
 PEERS = (HF_GENERATE, HF_ASSISTED, HF_LOOKUP)
 DRAFTING: dict[str, tuple[dict[str, float], ...]] = {
     HF_GENERATE: ({},),
@@ -41,8 +43,10 @@ DRAFTING: dict[str, tuple[dict[str, float], ...]] = {
 }
 """how much a peer drafts, in transformers' own words: the fastest on the first prompts is taken"""
 TUNING_PROMPTS = 2
-ALL = "all"
-"""the set of all answers, beside the benchmarks"""
+ALL, STEADY = "all", "not looping"
+"""the sets of all answers and of those that do not repeat themselves, beside the benchmarks"""
+ALIKE = 0.9
+"""share of the tokens of an answer's second half that are those a period before: from there on it loops"""
 RESAMPLES = 2000
 SEED = 1
 """of the keyed noise, and of the bootstrap"""
@@ -87,7 +91,14 @@ class Ratio:
     median: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f}) {self.median:.2f}"
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def loops(text: Sequence[object]) -> bool:
+    """Whether the second half of an answer's ids repeats itself, with a period of at most a quarter of the answer."""
+    tail = text[len(text) // 2 :]
+    periods = range(1, len(tail) // 2 + 1)
+    return any(sum(map(eq, tail, tail[at:])) >= ALIKE * (len(tail) - at) for at in periods)
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,15 @@ class Pairs:
     cell: Cell
     answers: Mapping[str, Sequence[Completion]]
     questions: Sequence[Question]
+    asked: Asked = ()
+    """what each question was asked with"""
 
     def sets(self) -> dict[str, Pairs]:
-        """All answers, and the benchmarks where there are several."""
+        """All answers, the benchmarks where there are several, and those that plain decoding did not loop on."""
         places = {ALL: list(range(len(self.questions)))}
+        steady = [at for at, answer in enumerate(self.answers["plain"]) if not loops(answer.ids or answer.text)]
+        if 0 < len(steady) < len(self.questions):
+            places[STEADY] = steady
         benchmarks = dict.fromkeys(question.benchmark for question in self.questions)
         for name in benchmarks if len(benchmarks) > 1 else ():
             places[name] = [at for at, question in enumerate(self.questions) if question.benchmark == name]
@@ -113,10 +129,13 @@ class Pairs:
             for name, some in places.items()
         }
 
-    def ratio(self, method: str, over: str) -> Ratio | None:
-        """How much faster one method is than another, with a paired bootstrap; None without that other."""
-        if over not in self.answers:
-            return None
+    @property
+    def peers(self) -> list[str]:
+        """The methods that are not ours."""
+        return [method for method, (first, *_) in self.answers.items() if not first.policy]
+
+    def ratio(self, method: str, over: str) -> Ratio:
+        """How much faster one method is than another, with a paired bootstrap."""
         figures = np.array(
             [
                 (sum(mine.accept_lengths), mine.decode_s, sum(theirs.accept_lengths), theirs.decode_s)
@@ -145,14 +164,16 @@ class Pairs:
         answers, cell = self.answers[method], self.cell
         ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
         figures = {name: some.figures(method) for name, some in self.sets().items()}
-        ratio: Ratio | None = figures[ALL]["over_plain"]
+        parts = parts_of(costs(method, answers)) if any(answer.timings.step_ns for answer in answers) else {}
         return make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions) | {
-            "speedup": ratio.value if ratio else 0.0,
+            "speedup": figures[ALL]["over_plain"].value,
             "temperature": cell.temperature,
             "cell_budget": cell.budget,
             "figures": figures,
             "accepted": self.accepted(method),
-            "parts_ms": {} if method in PEERS else parts_of(costs(method, answers)),
+            "parts_ms": parts,
+            "efficiency": sum(parts[name] for name in FORWARDS) / sum(parts.values()) if parts else 0.0,
+            "median_tokens_per_s": statistics.median(answer.tokens_per_s for answer in answers),
             "ttft_ms": ttft_ms,
             "answer_ms": ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
         }
@@ -161,7 +182,13 @@ class Pairs:
         """What is said of a set of answers."""
         row = make_row(method, self.answers[method], [], 0, self.cell.sessions)
         own = {name: row[name] for name in ("prompts", "tau", "tokens_per_s", "draft_share")}
-        return own | {"over_plain": self.ratio(method, "plain"), "over_hf": self.ratio(method, HF_GENERATE)}
+        over = {"over_plain": "plain"} | {f"over_{name}": name for name in BASELINES if name in self.answers}
+        if self.peers:
+            speeds = {
+                peer: statistics.fmean(answer.tokens_per_s for answer in self.answers[peer]) for peer in self.peers
+            }
+            over["over_best_peer"] = max(speeds, key=speeds.__getitem__)
+        return own | {name: self.ratio(method, other) for name, other in over.items()}
 
 
 def run_methods(
@@ -170,181 +197,171 @@ def run_methods(
     cells: Sequence[Cell],
     questions: Sequence[Question],
     warm_up: Sequence[Question] = (),
+    journal: Journal | None = None,
+    way: Callable[[Bench, Cell, str, Sequence[Ids]], Ask] | None = None,
+    judge: Callable[[Bench, Pairs], dict[str, list[Verdict]]] | None = None,
 ) -> None:
     """Measure every cell; the report gets rows, tables and checks, also when it is broken off.
 
     Every method answers the warm-up before each cell, uncounted: `auto`, calibrations and adapters learn from it.
     """
-    report = bench.report
+    report, journal, way, judge = bench.report, journal or Journal(), way or way_of, judge or judged_pairs
     if warm_up:
         report.figures["warm_up"] = len(warm_up)
     turns = sum(1 + len(question.later) for question in (*questions, *warm_up))
-    ways = [[method for method in methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
-    rows: list[dict[str, Any]] = []
+    names = [[method for method in methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
+    rows, ours = list[Row](), list[Row]()
     try:
-        with Progress("answers", sum(map(len, ways)) * turns) as progress:
-            for cell, names in zip(cells, ways, strict=True):
-                pairs, verdicts = measure(bench, cell, names, questions, warm_up, progress)
-                rows += [pairs.row(method, verdicts.get(method, ())) for method in names]
+        with Progress("answers", sum(map(len, names)) * turns) as progress:
+            for cell, some in zip(cells, names, strict=True):
+
+                @cache
+                def ways(cell: Cell = cell, some: Sequence[str] = some) -> dict[str, Ask]:
+                    progress.say(f"{cell}: warming up")
+                    first = [question.ids for question in warm_up or questions]
+                    made = {method: way(bench, cell, method, first[:TUNING_PROMPTS]) for method in some}
+                    for ask in () if warm_up else made.values():
+                        ask(first[: cell.sessions], sampling_of(cell))
+                    measure(bench, cell, lambda: made, warm_up, progress, Journal())
+                    progress.say(str(cell))
+                    return made
+
+                pairs = measure(bench, cell, ways, questions, progress, journal)
+                progress.say(f"{cell}: judging")
+                verdicts = judge(bench, pairs)
+                rows += [pairs.row(method, verdicts.get(method, ())) for method in some]
+                ours += [row for row in rows[-len(some) :] if row["method"] not in pairs.peers]
     finally:  # a later failure takes away nothing that was measured
         report.rows += rows
         add_tables(report, rows)
-        ours = [row for row in rows if row["method"] not in PEERS]
         report.checks += exactness_checks(ours, report.dtype, bench.options.max_new_tokens)
+    journal.remove()
+
+
+def sampling_of(cell: Cell, number: int = 0) -> SamplingParams:
+    """How a cell's questions are answered; each group has a seed of its own."""
+    return SamplingParams(temperature=cell.temperature, seed=SEED + number)
+
+
+def way_of(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask:
+    """The way to ask for a method. A peer's is the one, of its settings, that answers the prompts fastest."""
+    new_tokens = bench.options.max_new_tokens
+    if method not in PEERS:
+        return asking(bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
+    small = next((head.path for head in bench.stack.spec.heads if head.kind == "lm"), None)
+    assistant = small if method == HF_ASSISTED else None
+
+    def ask(settings: dict[str, float], several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
+        return [bench.reference.generate(ids, new_tokens, how, assistant, settings) for ids in several]
+
+    def tokens_per_s(settings: dict[str, float]) -> float:
+        return statistics.fmean(answer.tokens_per_s for answer in ask(settings, prompts, sampling_of(cell)))
+
+    return partial(ask, max(DRAFTING[method], key=tokens_per_s))
 
 
 def measure(
     bench: Bench,
     cell: Cell,
-    methods: Sequence[str],
+    ways: Callable[[], Mapping[str, Ask]],
     questions: Sequence[Question],
-    warm_up: Sequence[Question],
     progress: Progress,
-) -> tuple[Pairs, dict[str, list[Verdict]]]:
-    """All answers of a cell, and the verdicts of those that are judged."""
-    sampling, new_tokens = SamplingParams(temperature=cell.temperature, seed=SEED), bench.options.max_new_tokens
-    progress.say(f"{cell}: warming up")
-    first = [question.ids for question in warm_up or questions]
-    assistant = next((head.path for head in bench.stack.spec.heads if head.kind == "lm"), None)
-    ways: dict[str, Ask] = {}
-    for method in methods:
-        if method in PEERS:
-            folder = assistant if method == HF_ASSISTED else None
-            ways[method] = peer(bench.reference, method, folder, first[:TUNING_PROMPTS], new_tokens, sampling)
-        else:
-            ways[method] = asking(bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
-        ways[method](first[: cell.sessions], sampling)
-    for _ in turns_of(bench, cell, ways, warm_up, progress):
-        pass
-    progress.say(str(cell))
-    reached: list[Question] = []
-    asked: list[tuple[Ids, SamplingParams]] = []
-    answers: dict[str, list[Completion]] = {method: [] for method in methods}
-    for group, seeded, answered in turns_of(bench, cell, ways, questions, progress):
-        reached += group
-        asked += [(question.ids, seeded) for question in group]
-        for method in methods:
-            answers[method] += answered[method]
-    progress.say(f"{cell}: judging")
-    greedy = cell.temperature == 0 and HF_GENERATE in answers
-    own = [answer.ids for answer in answers[HF_GENERATE]] if greedy else None
-    free = (HF_GENERATE,) if cell.temperature == 0 else PEERS  # sampled answers of peers have other draws
-    ours = {method: its for method, its in answers.items() if method not in free}
-    return Pairs(cell, answers, reached), judged(bench.reference, asked, ours, own)
+    journal: Journal,
+) -> Pairs:
+    """All answers of a cell; the last method is first in every other group of questions that are asked at once.
 
-
-def peer(
-    reference: Reference,
-    name: str,
-    assistant: Path | None,
-    prompts: Sequence[Ids],
-    new_tokens: int,
-    sampling: SamplingParams,
-) -> Ask:
-    """The way that asks transformers, with the settings that answer the prompts fastest."""
-
-    def ask(settings: dict[str, float], several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
-        return [reference.generate(ids, new_tokens, how, assistant, settings) for ids in several]
-
-    def tokens_per_s(settings: dict[str, float]) -> float:
-        answers = ask(settings, prompts, sampling)
-        return sum(sum(answer.accept_lengths) for answer in answers) / sum(answer.decode_s for answer in answers)
-
-    return partial(ask, max(DRAFTING[name], key=tokens_per_s))
-
-
-def turns_of(
-    bench: Bench, cell: Cell, ways: Mapping[str, Ask], questions: Sequence[Question], progress: Progress
-) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
-    """The questions asked at once, and every method's answers; the last method is first in every other group.
-
-    Each question is asked once, but for those that fill up the last group. A conversation goes on behind what plain
-    decoding answered, whatever the method: they are compared on the same prompts.
+    `ways` is called when something is asked that the journal does not hold. Each question is asked once, but for
+    those that fill up the last group. A conversation goes on behind what plain decoding answered, whatever the method:
+    they are compared on the same prompts.
     """
+    ended = TargetText(bench.stack.spec.target).ended
+    reached, asked, answers = list[Question](), list[tuple[Ids, SamplingParams]](), dict[str, list[Completion]]()
     for number, at in enumerate(range(0, len(questions), cell.sessions)):
         group = [questions[each % len(questions)] for each in range(at, at + cell.sessions)]
-        sampling = SamplingParams(temperature=cell.temperature, seed=SEED + at)
+        sampling = sampling_of(cell, at)
         while group:
-            answered = in_turn(ways, [question.ids for question in group], sampling, number, progress)
-            yield group, sampling, answered
-            bench.stack.check()
+            ids = [question.ids for question in group]
+            if answered := journal.next():
+                progress.add(len(answered) * len(ids))
+            else:
+                answered = journal.add(in_turn(ways(), ids, sampling, number, progress))
+                bench.stack.check()
+            reached += group
+            asked += [(each, sampling) for each in ids]
+            for method, its in answered.items():
+                answers.setdefault(method, []).extend(its)
             both = zip(group, answered["plain"], strict=True)
-            ended = bench.reference.text.ended
             following = [question.next(ended(answer.ids)) for question, answer in both if question.later]
             group = [following[each % len(following)] for each in range(cell.sessions)] if following else []
+    return Pairs(cell, answers, reached, asked)
 
 
-EXACT_SESSIONS = 8
+def judged_pairs(bench: Bench, pairs: Pairs) -> dict[str, list[Verdict]]:
+    """The verdicts on the answers that can be judged: sampled ones of peers have other draws."""
+    greedy = pairs.cell.temperature == 0 and HF_GENERATE in pairs.answers
+    own = [answer.ids for answer in pairs.answers[HF_GENERATE]] if greedy else None
+    free = (HF_GENERATE,) if pairs.cell.temperature == 0 else PEERS
+    ours = {method: its for method, its in pairs.answers.items() if method not in free}
+    return judged(bench.reference, pairs.asked, ours, own)
 
 
-def run_exact(
-    bench: Bench,
-    prompts: Sequence[Ids],
-    methods: Sequence[str],
-    budgets: Sequence[int],
-    temperatures: Sequence[float],
-) -> None:
-    """Add a row for each method, budget and temperature to the report, plain decoding first."""
-    new_tokens, rows = bench.options.max_new_tokens, list[Row]()
-    ways = {("plain", 0): asking(bench.client, new_tokens, EXACT_SESSIONS, policy="plain")}
-    for method, budget in product(methods[1:], budgets):
-        ways[method, budget] = asking(bench.client, new_tokens, EXACT_SESSIONS, policy=method, budget=budget)
-    with Progress("answers", (len(ways) * len(temperatures) + temperatures.count(0)) * len(prompts)) as progress:
-        for temperature in temperatures:
-            progress.say(f"T={temperature:g}")
-            sampling = SamplingParams(temperature=temperature, seed=SEED)
-            greedy: list[Ids] = []
-            for ids in prompts if temperature == 0 else ():
-                greedy.append(bench.reference.greedy(ids, new_tokens).ids)
-                progress.add()
-            answers = in_turn(ways, prompts, sampling, 0, progress)
-            progress.say(f"T={temperature:g}, judging")
-            verdicts = judged(bench.reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
-            rows += [
-                make_row(f"{way[0]} T={temperature:g}", its, verdicts[way], way[1], EXACT_SESSIONS)
-                for way, its in answers.items()
-            ]
-    bench.report.add_methods(rows, new_tokens)
+def run_exact(bench: Bench, questions: Sequence[Question], methods: Sequence[str], cells: Sequence[Cell]) -> None:
+    """As `run_methods`, judged greedily by transformers' `generate`."""
+
+    @cache
+    def greedy(ids: Ids) -> Ids:
+        return bench.reference.greedy(ids, bench.options.max_new_tokens).ids
+
+    def judge(bench: Bench, pairs: Pairs) -> dict[str, list[Verdict]]:
+        own = None if pairs.cell.temperature else [greedy(ids) for ids, _ in pairs.asked]
+        return judged(bench.reference, pairs.asked, pairs.answers, own)
+
+    run_methods(bench, methods, cells, questions, judge=judge)
     note = f"a tie is a token within {EPS:g} of the row's best, in logits at T = 1; in float32 ties fail"
     bench.report.notes.append(note)
 
 
+def add_speed(report: Report, rows: Sequence[dict[str, Any]]) -> None:
+    """A table of speed with a line for each method, budget and number of sessions."""
+    lines: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        place = {"method": short(row["method"]), "budget": row["cell_budget"], "sessions": row["sessions"]}
+        line = lines.setdefault(tuple(place.values()), place)
+        line |= {f"{name}, T={row['temperature']:g}": value for name, value in _speed(row).items()}
+    title = f"{report.command}, {report.dtype}, {report.threads} threads, prefill left out; in brackets 95%"
+    report.add_table(title, lines.values())
+
+
 def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
-    """For each cell speed, sets of answers and parts of a step; then alpha by depth, and more sessions if there are."""
+    """Speed by method; then for each cell sets of answers, parts of a step, and alpha by depth."""
+    add_speed(report, rows)
     cells: dict[Cell, list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(Cell(row["temperature"], row["cell_budget"], row["sessions"]), []).append(row)
     for cell, its in cells.items():
-        title = f"{report.command}, {cell}, {report.dtype}, {report.threads} threads"
-        report.add_table(f"{title}, prefill left out; in brackets 95%, then the median pair", map(_speed, its))
         if len(its[0]["figures"]) > 1:
             title = f"{cell}: x plain, its median pair / tau / draft share by set of answers"
             report.add_table(title, map(_sets, its))
-        steps = [{"method": short(row["method"]), "draft share": row["draft_share"], **row["parts_ms"]} for row in its]
-        ours = [line for line in steps if len(line) > 2]
-        report.add_table(f"{cell}: a mean step's milliseconds", ours, {"draft share": ".0%"})
+        steps = [{"method": short(row["method"]), **row["parts_ms"]} for row in its if row["parts_ms"]]
+        report.add_table(f"{cell}: a mean step's milliseconds", steps)
         drafted = [row for row in its if row["accepted"]]
         alphas = [{"method": short(row["method"]), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
         if alphas:
             report.add_table(f"{cell}: alpha by depth of the verified tree", alphas)
-    if len({cell.sessions for cell in cells}) > 1:
-        lines: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            name = f"{short(row['method'])}, T={row['temperature']:g}, budget {row['cell_budget']}"
-            value = f"{row['tokens_per_s']:.1f} ({row['answer_ms']:.0f})"
-            lines.setdefault(name, {"method": name})[f"{row['sessions']} sessions"] = value
-        report.add_table("tokens/s (ms an answer) by sessions", lines.values())
 
 
 def _speed(row: Row) -> dict[str, Any]:
     every = row["figures"][ALL]
+    over = {f"x {name.removeprefix('over_')}": str(ratio) for name, ratio in every.items() if name.startswith("over_")}
     return {
-        "method": short(row["method"]),
         "tau": row["tau"],
-        "drafts": row["tau"] - 1,
         "tokens/s": row["tokens_per_s"],
-        "x plain": str(every["over_plain"] or "-"),
-        "x generate": str(every["over_hf"] or "-"),
+        "median": row["median_tokens_per_s"],
+        **over,
+        f"x plain, {STEADY}": row["figures"].get(STEADY, every)["over_plain"].value,
+        "draft share": f"{row['draft_share']:.0%}",
+        "efficiency": row["efficiency"] or None,
+        "first token ms": f"{row['ttft_ms']:.0f}",
         "same/tie/wrong": verdicts_of(row),
     }
 
@@ -353,7 +370,7 @@ def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of SpecBlock's table 1, for the benchmarks at hand and for all answers."""
     line = {"method": short(row["method"])}
     for name, figures in row["figures"].items():
-        ratio: Ratio | None = figures["over_plain"]
-        speedup = f"{ratio.value:.2f}, {ratio.median:.2f}" if ratio else "-"
+        ratio: Ratio = figures["over_plain"]
+        speedup = f"{ratio.value:.2f}, {ratio.median:.2f}"
         line[f"{name} ({figures['prompts']})"] = f"{speedup} / {figures['tau']:.2f} / {figures['draft_share']:.0%}"
     return line

@@ -31,6 +31,8 @@ PARTS = {
     "T_D": "head_forward",
 }
 """our names, and those of Timings"""
+FORWARDS = ("head forward", "target forward")
+"""what the models compute of a step"""
 
 
 def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str]) -> None:

@@ -39,16 +39,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- rows and checks ---
 
 
-def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
+def test_a_row_sums_its_answers() -> None:
     plain = make_row("plain", [completion([1] * 6, 3.0)], ["identical"], 0)
     answers = [completion([3, 3], 1.0, "a"), completion([2], 1.0, "a")]
     fast = make_row("route", answers, ["identical", "tie"], 31)
     assert [(row["tau"], row["tokens_per_s"]) for row in (plain, fast)] == [(1.0, 2.0), (8 / 3, 4.0)]
     assert (fast["prompts"], fast["tokens"], fast["late_drafts"], verdicts_of(fast)) == (2, 10, 2, "1/1/0")
     assert (fast["draft_share"], fast["verified_nodes"]) == (0.1, 4.0)
-    report = Report("demo", "float32", 1)
-    report.add_methods([plain, fast], 64)
-    assert [row["speedup"] for row in report.rows] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +73,11 @@ def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
     lines = [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}]
     assert table("x", lines, {"share": ".0%"}).splitlines() == [
         "x",
-        "name   tau  share",
-        "----  ----  -----",
-        "a     1.23      -",
-        "b        -    50%",
+        "",
+        "| name |  tau | share |",
+        "| ---- | ---: | ----: |",
+        "| a    | 1.23 |     - |",
+        "| b    |    - |   50% |",
     ]
 
 

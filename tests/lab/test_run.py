@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import lab.run
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField, Unavailable
@@ -19,11 +20,24 @@ from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
 from lab.cli import app
-from lab.measuring import Bench
+from lab.measuring import Bench, Journal, in_turn
 from lab.options import Options
 from lab.questions import Question, benchmark_names
-from lab.report import HF_GENERATE, Report
-from lab.run import ALL, HF_ASSISTED, PEERS, Cell, Pairs, add_tables, methods_of, run_exact, run_methods
+from lab.report import Report
+from lab.run import (
+    ALL,
+    HF_ASSISTED,
+    HF_GENERATE,
+    PEERS,
+    STEADY,
+    Cell,
+    Pairs,
+    add_tables,
+    loops,
+    methods_of,
+    run_exact,
+    run_methods,
+)
 from tests.lab.conftest import completion
 
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
@@ -103,12 +117,9 @@ def test_a_ratio_is_paired_seeded_and_bounded() -> None:
     pairs = _pairs()
     same = pairs.ratio("single:a", "plain")
     assert same == pairs.ratio("single:a", "plain")
-    assert same is not None
     assert (same.value, same.low, same.high) == pytest.approx((2.0, 2.0, 2.0))  # prompts' own speed cancels out
-    assert pairs.ratio("single:a", "nothing") is None
     quick, slow = [completion([1] * 10, 1.0)], [completion([1] * 10, 3.0)]
     mixed = Pairs(ONE, {"x": 5 * quick + 5 * slow, "plain": 10 * quick}, ()).ratio("x", "plain")
-    assert mixed is not None
     assert mixed.value == pytest.approx(0.5)
     assert 0.34 < mixed.low < 0.45 < 0.55 < mixed.high < 0.8
 
@@ -122,12 +133,12 @@ def test_rows_and_tables_hold_every_figure() -> None:
     assert fast["draft_share"] == pytest.approx(0.1)
     assert sum(fast["parts_ms"].values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
     assert {name: figures["prompts"] for name, figures in fast["figures"].items()} == {ALL: 16, "a": 8, "b": 8}
-    assert fast["figures"][ALL]["over_hf"].value == pytest.approx(2.04)
+    assert fast["figures"][ALL]["over_hf-generate"].value == pytest.approx(2.04)
     assert rows[HF_GENERATE]["parts_ms"] == {}
     report, more = Report("bench run", "float32", 2), [row | {"sessions": 4} for row in rows.values()]
     add_tables(report, [*rows.values(), *more])
-    assert len(report.tables) == 2 * 4 + 1  # by cell speed, sets, parts and alpha; then sessions
-    assert len(report.tables[-1].splitlines()) == 3 + len(rows)
+    assert len(report.tables) == 1 + 2 * 3  # speed; by cell sets, parts and alpha
+    assert len(report.tables[0].splitlines()) == 4 + 2 * len(rows)
 
 
 def test_alpha_is_of_the_steps_that_came_so_far() -> None:
@@ -175,12 +186,54 @@ def test_every_method_is_timed_and_judged(
     assert len(bench.report.tables) >= 2 * len(sessions) * 3
 
 
+def test_a_run_that_was_broken_off_goes_on_and_another_one_does_not_take_its_answers(
+    stack: Stack, client: Client, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, bench = list[int](), bench_of(stack, client, reference)
+    options = replace(bench.options, json_file=tmp_path / "run.json")
+    cells = [Cell(0.0, 6, 1), Cell(1.0, 6, 1)]
+
+    def breaking(*arguments: Any) -> Any:
+        groups.append(1)
+        if len(groups) == 5:
+            raise KeyboardInterrupt
+        return in_turn(*arguments)
+
+    monkeypatch.setattr(lab.run, "in_turn", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        run_methods(bench, ("plain", "single:self"), cells, QUESTIONS, (), Journal(options))
+    with pytest.raises(InvalidField, match="partial has answers of another run"):
+        Journal(replace(options, n=99))
+    with (tmp_path / "run.json.partial").open("a") as cut:
+        cut.write('{"plain": [{"te')
+    again = bench_of(stack, client, reference)
+    run_methods(again, ("plain", "single:self"), cells, QUESTIONS, (), Journal(options))
+    assert len(groups) == 5 + 2  # of six
+    assert [row["identical"] for row in again.report.rows] == [len(QUESTIONS)] * 4
+    assert again.report.rows[:2] == bench.report.rows
+    assert not (tmp_path / "run.json.partial").exists()
+
+
+def test_an_answer_loops_when_its_second_half_repeats_itself() -> None:
+    steady, period = list(range(64)), list(range(8))
+    assert [loops(ids) for ids in ((), steady, steady[:32] + 4 * period, steady[:40] + 3 * period)] == [
+        *(False, False, True, False)
+    ]
+    numbered = [token for at in range(8) for token in (*period[:7], 100 + at)]
+    assert not loops(numbered)
+    assert loops([token for at in range(4) for token in (*range(15), 100 + at)])
+    answers = [completion([1] * 63, 1.0, ids=ids) for ids in (steady, [1] * 64)]
+    sets = Pairs(ONE, {"plain": answers}, QUESTIONS[:2]).sets()
+    assert list(sets) == [ALL, STEADY, "a", "b"]
+    assert sets[STEADY].answers["plain"] == answers[:1]
+
+
 def test_exact_judges_every_method_and_budget(stack: Stack, client: Client, reference: Reference) -> None:
     bench = bench_of(stack, client, reference)
-    run_exact(bench, PROMPTS, ("plain", "single:self"), (0, 6), (0.0, 1.0))
-    ways = (("plain", 0), ("single:self", 0), ("single:self", 6))
-    expected = [(f"{method} T={t}", budget, 3) for t in (0, 1) for method, budget in ways]
-    assert [(row["method"], row["budget"], row["identical"]) for row in bench.report.rows] == expected
+    run_exact(bench, QUESTIONS, ("plain", "single:self"), [Cell(t, b, 3) for t in (0.0, 1.0) for b in (0, 6)])
+    expected = [(method, t, b, 3) for t in (0, 1) for b in (0, 6) for method in ("plain", "single:self")]
+    rows = bench.report.rows
+    assert [(row["method"], row["temperature"], row["cell_budget"], row["identical"]) for row in rows] == expected
     assert bench.report.ok
 
 
