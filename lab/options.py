@@ -22,7 +22,7 @@ from coppice.stack.spec import SHIPPED_HEADS, HeadSpec, StackSpec
 T = TypeVar("T", int, float)
 ASKED = ("target", "heads", "prompts", "category", "chat", "dtype")
 """the options of commands that ask a stack"""
-Target = Annotated[Path | None, Option(help="Model folder; default: the demo's target and heads.")]
+Target = Annotated[Path | None, Option(help="Model's folder, GGUF file or Hub name; default: the demo's.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,12 @@ class Options:
         Beside the demo's target are, unless heads are named, the shipped ones that methods name, else `default`, else
         the demo's own.
         """
+        from coppice.commands.up import find_model
+
         named = {head for method in self.methods or () for head in re.split("[:/]", method)}
         shipped = [head for head in SHIPPED_HEADS if head in named] or list(default)
         heads = self.heads or (shipped if self.target is None else None)
-        return stack_spec(self.target, heads, dtype=self.dtype, port=0)
+        return stack_spec(find_model(None, self.target, None)[0], heads, dtype=self.dtype, port=0)
 
     def numbers(self, option: str, kind: type[T], low: float, high: float = math.inf) -> tuple[T, ...]:
         """The numbers of an option that takes several, with commas between. Raises InvalidField, which names it."""

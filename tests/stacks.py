@@ -55,7 +55,11 @@ def interrupted(client: Client, prompt: Sequence[int], blow: Callable[[], object
 
 @contextlib.contextmanager
 def up(
-    command: Sequence[str], ready: Path, environment: Mapping[str, str] | None = None, http_port: int = 0
+    command: Sequence[str],
+    ready: Path,
+    environment: Mapping[str, str] | None = None,
+    http_port: int = 0,
+    ready_s: float = 60,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a command that ends in `up ...`, on free ports, until the block ends; gives it once `ready` is written.
 
@@ -65,7 +69,7 @@ def up(
     told = [*command, "--port", "0", "--http-port", str(http_port), "--ready-file", str(ready)]
     with subprocess.Popen(told, text=True, env=environment, **output) as process:  # type: ignore[call-overload]
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + ready_s
             while not ready.exists():
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < deadline

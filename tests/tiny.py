@@ -9,6 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|end|>"
+HEADER = """context_length=max_position_embeddings block_count=num_hidden_layers embedding_length=hidden_size
+feed_forward_length=intermediate_size rope.dimension_count=head_dim attention.head_count=num_attention_heads
+attention.head_count_kv=num_key_value_heads attention.layer_norm_rms_epsilon=rms_norm_eps vocab_size=vocab_size"""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -75,3 +78,44 @@ def make_tokenizer(folder: Path, max_len: int, chat_template: str | None) -> Non
     if chat_template:
         wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)
+
+
+def make_gguf(folder: Path, file: Path, kind: str = "Q8_0", **changed: object) -> Path:
+    """Write a Llama's folder as llama.cpp does, matrices in blocks of a kind, with a tokenizer that has all bytes.
+
+    changed: fields of the header, by what stands behind their last point; None leaves one out.
+    """
+    import gguf
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config, letters = model.config, "abcdefghijklmnopqrstuvwxyz▁"
+    tokens = ["<s>", "</s>", "<unk>", "<|im_end|>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    tokens += [f"[{number}]" for number in range(config.vocab_size - len(tokens))]
+    fields = {
+        f"llama.{name}": getattr(config, ours) for name, _, ours in (pair.partition("=") for pair in HEADER.split())
+    }
+    fields |= {"llama.rope.freq_base": config.rope_parameters["rope_theta"], "llama.rope.scaling.type": "none"}
+    fields |= {"general.architecture": "llama", "split.count": 1, "tokenizer.chat_template": CHAT_TEMPLATE}
+    types = [3, 3, 2, 3, *[6] * 256, *[1] * (len(tokens) - 260)]
+    for name, value in {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens), "token_type": types}.items():
+        fields[f"tokenizer.ggml.{name}"] = value
+    fields |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, field in fields.items():
+        if (value := changed.get(name.rpartition(".")[2], field)) is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        part = names.get_name(name.removesuffix(".weight"))
+        if part.endswith(("attn_q", "attn_k")):  # its rows alternate between a head's halves
+            tensor = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        block = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
+        writer.add_tensor(f"{part}.weight", gguf.quantize(tensor.contiguous().numpy(), block), raw_dtype=block)
+    plain = float(fields["llama.rope.freq_base"]) ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    if not torch.allclose(factors := plain / model.model.rotary_emb.inv_freq, torch.ones(1)):
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

@@ -49,7 +49,7 @@ def doctor(
         str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")
     ] = None,
     target: Annotated[
-        Path | None, typer.Option(help="A model's folder: does it fit the device that the settings name?")
+        Path | None, typer.Option(help="A model's folder or GGUF file: does it fit the device that the settings name?")
     ] = None,
 ) -> None:
     """Look for what is needed here, and for a server.
@@ -109,9 +109,11 @@ def _target(folder: Path) -> Iterator[Finding]:
     """Whether `coppice up` would find room for a model here, with the settings that it would have, what ends a text of
     it, and what is odd about its files.
     """
+    from coppice.commands.up import find_model
+
     try:
-        spec = StackSpec(target=folder)
-        verifier = spec.settings().verifier
+        spec = StackSpec(target=find_model(None, folder, None)[0] or folder)
+        folder, verifier = spec.target, spec.settings().verifier
         kv_tokens = check_target(spec, spec.settings())
     except InvalidField as error:
         yield Finding("target", str(error), False)

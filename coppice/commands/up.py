@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from typer import Option
 
 from coppice.commands.options import Heads, names, stack_spec
 from coppice.commands.top import Monitor
+from coppice.config.gguf import as_folder
 from coppice.config.model import ends_line, shared_shards, text_ends, warning_of
 from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
@@ -40,13 +42,14 @@ WATCH_S, POLL_S = 0.5, 0.2
 # and without Mistral's second copy of the weights.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 UNWANTED = ("*/*", "consolidated*")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 Part = Literal["all", "heads", "tokenizer"]
 
 
 def up(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model's folder, or its name on the Hugging Face Hub; default: the demo's."),
+        typer.Argument(help="A model's folder, GGUF file, or name on the Hugging Face Hub; default: the demo's."),
     ] = None,
     target: Annotated[Path | None, Option(help="A model's folder: another way to give MODEL.")] = None,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a model on the Hub; default: main.")] = None,
@@ -156,20 +159,21 @@ def _files(folder: Path, target: Path, chat_template: Path | None, token: str | 
 
 
 def find_model(model: str | None, target: Path | None, revision: str | None) -> tuple[Path | None, str]:
-    """The folder of what MODEL or --target names, and a model's name if it is one of the Hugging Face Hub, which is
-    fetched into its cache. Raises InvalidField.
+    """The folder, or GGUF file, of what MODEL or --target names, and a model's name if it is one of the Hugging Face
+    Hub, which is fetched into its cache. Raises InvalidField.
     """
     if model and target:
         raise InvalidField("MODEL", "is the same thing as --target: give one of them")
-    if model and not Path(model).exists():
-        return _fetch(model, revision), model
+    name = model or (str(target) if target and HUB_NAME.fullmatch(str(target)) else "")
+    if name and not (Path(name).exists() or (Path(name).suffix == ".gguf" and ":" not in name)):
+        return _fetch(name, revision, field="MODEL" if model else "target"), name
     if revision:
         raise InvalidField("revision", "is a MODEL's of the Hub, and none is named")
     return Path(model) if model else target, ""
 
 
 def fetch(
-    model: Annotated[str, typer.Argument(help="Its name on the Hugging Face Hub.")],
+    model: Annotated[str, typer.Argument(help="Its name on the Hugging Face Hub, or a GGUF file.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
     part: Annotated[
         Part, typer.Option(help="all, heads: what heads of this target read of it, tokenizer: no weights.")
@@ -179,7 +183,7 @@ def fetch(
     """Download a model into the cache of HF_HOME, and print its folder."""
     if link and link.is_dir() and not link.is_symlink():
         raise InvalidField("link", f"{link} is a folder already")
-    folder = _fetch(model, revision, part)
+    folder = as_folder("MODEL", Path(model) if Path(model).is_file() else _fetch(model, revision, part))
     if link:
         link.parent.mkdir(parents=True, exist_ok=True)
         new = link.with_name(f".{link.name}.{os.getpid()}")
@@ -188,20 +192,22 @@ def fetch(
     print(folder)
 
 
-def _fetch(model: str, revision: str | None, part: Part = "all") -> Path:
-    """The folder of a snapshot; what the cache lacks of it is downloaded, with progress on stderr."""
+def _fetch(model: str, revision: str | None, part: Part = "all", field: str = "MODEL") -> Path:
+    """The folder of a snapshot, or its GGUF file; what the cache lacks of it is downloaded, with progress on stderr."""
     if load_settings([]).server.production:
-        raise InvalidField("MODEL", f"{model} is no folder, and in production (server.production) nothing is fetched")
+        raise InvalidField(field, f"{model} is no folder, and in production (server.production) nothing is fetched")
     from huggingface_hub import constants, errors, snapshot_download
 
-    hub = constants.ENDPOINT
+    hub, (name, _, end) = constants.ENDPOINT, model.partition(":")
+    weights = f"*{end.removesuffix('.gguf')}.gguf" if end else WANTED[0]
+    wanted = [weights] if end else list(WANTED if part == "all" else WANTED[1:])
     try:
-        get = partial(snapshot_download, model, ignore_patterns=list(UNWANTED))
-        fetched = get(revision=revision, allow_patterns=list(WANTED if part == "all" else WANTED[1:]))
-        if part == "heads":
+        get = partial(snapshot_download, name, ignore_patterns=list(UNWANTED))
+        fetched = get(revision=revision, allow_patterns=wanted)
+        if part == "heads" and not end:
             get(revision=Path(fetched).name, allow_patterns=list(shared_shards(fetched)))
     except errors.HFValidationError:
-        reason = "is neither a folder nor a name such as Qwen/Qwen3-8B"
+        reason = "is neither a folder nor a name such as Qwen/Qwen3-8B or ORG/REPO:FILE.gguf"
     except errors.GatedRepoError:
         reason = f"is for those whom its owner grants access at {hub}; HF_TOKEN says who you are"
     except errors.RepositoryNotFoundError:
@@ -213,10 +219,14 @@ def _fetch(model: str, revision: str | None, part: Part = "all") -> Path:
     except Exception as error:  # of its HTTP client, which is not the same in all versions, and of the disk
         reason = f"could not be fetched from {hub}: {' '.join(str(error).split())}"
     else:
-        if part == "tokenizer" or any(Path(fetched).glob("*.safetensors")):
+        files = sorted(Path(fetched).glob(weights))
+        if not end and (files or part == "tokenizer"):
             return Path(fetched)
-        reason = "has no weights as safetensors, and no others are loaded"
-    raise InvalidField("MODEL", f"{model} {reason}")
+        if end and len(files) == 1:
+            return files[0]
+        which = ", ".join(file.name for file in files) or "no file"
+        reason = f"names {which}" if end else "has no weights as safetensors; a GGUF file of it is ORG/REPO:FILE.gguf"
+    raise InvalidField(field, f"{model} {reason}")
 
 
 def _warn(line: str) -> None:

@@ -51,10 +51,8 @@ def why_no_model(folder: str | Path | None, typed: bool = False) -> str:
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        for file in (path, *path.glob("*")):
-            if file.suffix == ".gguf":
-                return f"{file} is a GGUF file of llama.cpp; what is loaded is safetensors with a config.json"
-        return f"{folder} holds no model (no config.json)"
+        file = next(path.glob("*.gguf"), None)
+        return f"{folder} holds no model (no config.json)" + (f"; name its GGUF file, {file}" if file else "")
     except OSError as error:
         return f"{folder} holds no model (config.json: {error.strerror})"
     except (ValueError, RecursionError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from coppice.config.gguf import as_folder
+from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 from coppice.machine import Dtype, default_dtype, extensions
@@ -39,6 +42,15 @@ def _check_pairs(pairs: list[str]) -> list[str]:
     return pairs
 
 
+def _folder(model: str, info: ValidationInfo) -> str:
+    """A model's folder, also where a GGUF file is named; what a package's head has is its own."""
+    own = info.field_name == "path" and info.data.get("kind") != "lm"
+    try:
+        return model if own or not model else str(as_folder("", Path(model)))
+    except InvalidField as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+
+
 def _check_names(names: str) -> str:
     if names and not all(name.strip() == name != "" for name in names.split(",")):
         raise ValueError(f"{names!r} is not names with commas between")
@@ -59,6 +71,7 @@ def _check_redis(url: str) -> str:
     return url
 
 
+ModelFolder = Annotated[str, AfterValidator(_folder)]
 Pairs = Annotated[list[str], AfterValidator(_check_pairs)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 DRAFTERS = "NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
@@ -142,7 +155,7 @@ class TorchSettings(Section):
 class VerifierSettings(TorchSettings):
     """The verifier: one target and its KV cache."""
 
-    target: str = Field("", description="folder of a Hugging Face causal LM")
+    target: ModelFolder = Field("", description="folder, or GGUF file, of a Hugging Face causal LM")
     name: Annotated[str, AfterValidator(_check_names)] = Field(
         "", description="what clients call the target, names with commas between; empty: the folder's name"
     )
@@ -191,8 +204,8 @@ class DrafterSettings(TorchSettings):
 
     name: str = Field("", description="the pool's name; empty: the kind")
     kind: HeadKind = Field("lookup", description=f"kind of head: {', '.join(HEAD_KINDS)}, or what a package adds")
-    path: str = Field("", description="folder of the head's weights")
-    target: str = Field("", description="folder of the target, for heads that read its features or its vocabulary")
+    path: ModelFolder = Field("", description="folder of the head's weights")
+    target: ModelFolder = Field("", description="folder of the target, for heads that read its features or vocabulary")
     verifiers: list[str] = Field([], description=f"verifiers features may come from: {VERIFIERS}; empty: any")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
     top_k: int = Field(
@@ -214,7 +227,7 @@ class DrafterSettings(TorchSettings):
 class OrchestratorSettings(Section):
     """The step loop."""
 
-    target: str = Field("", description="folder with the target's tokenizer; empty: ids only")
+    target: ModelFolder = Field("", description="folder with the target's tokenizer; empty: ids only")
     verifiers: list[str] = Field([], description=f"verifiers: {VERIFIERS}")
     heads: Pairs = Field([], description=DRAFTERS)
     policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
@@ -251,7 +264,7 @@ class AdaptationSettings(Section):
 class AdapterSettings(Section):
     """The adapter: which heads it trains, where, and by which rule."""
 
-    target: str = Field("", description="folder of the target, whose embedding the heads share")
+    target: ModelFolder = Field("", description="folder of the target, whose embedding the heads share")
     heads: Pairs = Field([], description="NAME=DIR of each head, its weights as deployed")
     drafters: Pairs = Field([], description=DRAFTERS)
     folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")

@@ -51,7 +51,7 @@ class Stack:
         modules: Mapping[str, str] = MODULES,
         via: Callable[[str, str], str] = lambda name, address: address,
         log_dir: Path | None = None,
-        ready_s: float = 300.0,
+        ready_s: float = 3600.0,
     ) -> None:
         """`modules` are what is run for each role. `via` says, given a process's name and HOST:PORT, where the others
         and clients are to reach it (a proxy). `log_dir` is where logs stay; None: a temporary folder. `ready_s` is how

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from coppice.config.gguf import as_folder
 from coppice.config.model import (
     ModelSize,
     check_model,
@@ -79,6 +80,10 @@ class HeadSpec:
     kind: HeadKind
     path: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.kind == "lm" and self.path:
+            object.__setattr__(self, "path", as_folder("head", self.path))
+
     @classmethod
     def shipped(cls, name: str) -> Self:
         """A head of the demo's target. Raises NotFound."""
@@ -144,7 +149,6 @@ class StackSpec:
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
 
     def __post_init__(self) -> None:
-        check_model("target", self.target, typed=True)
         if self.dtype not in (None, *get_args(Dtype)):
             raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         for name in ("verifiers", "replicas", "orchestrators"):
@@ -166,6 +170,8 @@ class StackSpec:
             raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(ADAPTED_KINDS)}")
         if self.policy:
             Policy.parse(self.policy, names)
+        object.__setattr__(self, "target", as_folder("target", self.target))
+        check_model("target", self.target, typed=True)
 
     @property
     def adapted(self) -> tuple[HeadSpec, ...]:

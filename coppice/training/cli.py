@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from coppice.config.gguf import as_folder
 from coppice.config.model import read_expectation, warning_of
 from coppice.config.sections import FEATURE_KINDS
 from coppice.limits import MAX_FEATURE_LAYERS
@@ -61,7 +62,7 @@ def command_line(command: str, data: list[str], flags: Mapping[str, str]) -> str
 def train_head(
     data: Data,
     out: Out,
-    target: Annotated[Path, typer.Option("--target", help="Model folder of the target that teaches.")],
+    target: Annotated[Path, typer.Option("--target", help="Folder or GGUF file of the target that teaches.")],
     tokens: Annotated[
         int,
         typer.Option(
@@ -100,6 +101,9 @@ def train_head(
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
     if kind not in (kinds := (*TRAINED_KINDS, *extensions(TRAINING))):
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(kinds)}", param_hint="--kind")
+    from coppice.commands.up import find_model
+
+    target = as_folder("target", find_model(None, target, None)[0] or target)
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
     from coppice.training import heads, trainer

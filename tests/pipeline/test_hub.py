@@ -25,9 +25,9 @@ from coppice.client.client import Client
 from coppice.commands.up import find_model
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import TargetParts
-from coppice.testing.reference import Reference
+from coppice.testing.reference import Reference, TargetText
 from tests.stacks import up
-from tests.tiny import make_target
+from tests.tiny import make_gguf, make_target
 
 NAME, TAG, COMMIT = "acme/tiny", "v1", "c0ffee" + 34 * "0"
 UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "original/model.safetensors", "consolidated.safetensors")
@@ -126,6 +126,23 @@ def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(hub: str, targe
     assert FakeHub.fetched == expected
 
 
+def test_a_gguf_file_of_the_hub_is_served_by_the_end_of_its_name(target: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    folder, ready, model = tmp_path / "repository", tmp_path / "ready", f"{NAME}:Q8_0"
+    folder.mkdir()
+    for kind in ("Q8_0", "F32"):
+        make_gguf(target, folder / f"tiny-{kind}.gguf", kind)
+    command = [sys.executable, "-c", "from coppice.cli import main; main()", "up", model]
+    with serving(**{NAME: folder}) as hub:
+        variables = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
+        with up(command, ready, variables), Client(json.loads(ready.read_text())["address"]) as client:
+            assert client.describe().name == model
+            answer = client.generate("ab cö", max_new_tokens=16, ignore_eos=True)
+        assert FakeHub.fetched == {"tiny-Q8_0.gguf"}
+    (folder,) = tmp_path.glob("cache/coppice/*/tiny-Q8_0")
+    assert answer.ids == Reference(folder, "float32", threads=1).greedy(TargetText(folder).encode("ab cö"), 16).ids
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_heads_get_the_shards_that_they_share_and_no_others(
     sharded: bool, target: Path, hub: str, tmp_path: Path
@@ -163,6 +180,8 @@ def test_heads_get_the_shards_that_they_share_and_no_others(
         ("a/b/c", None, None, {}, "MODEL: a/b/c is neither a folder nor a name"),
         (".", None, TAG, {}, "revision: is a MODEL's of the Hub"),
         (None, None, TAG, {}, "revision: is a MODEL's of the Hub"),
+        (f"{NAME}:Q4_K_M", None, None, {}, f"MODEL: {NAME}:Q4_K_M names no file"),
+        (None, Path(f"{NAME}:Q4_K_M"), None, {}, f"target: {NAME}:Q4_K_M names no file"),
         (NAME, Path(), None, {}, "same thing as --target"),
         ("acme/none", None, None, {}, "MODEL: acme/none is no folder, and no model at http"),
         (NAME, None, "v9", {}, f"revision: {NAME} has no revision v9"),

@@ -136,8 +136,10 @@ bench run --sessions 0 -> sessions: 0 is outside 1
 bench run --json /missing/x.json -> /missing/x.json cannot be written
 up --target /missing -> --target: /missing holds no model (no config.json)
 up /missing/model -> MODEL: /missing/model is neither a folder nor a name such as
-up {gguf}/m.gguf -> MODEL: {gguf}/m.gguf is a GGUF file of llama.cpp
-up {gguf} -> MODEL: {gguf}/m.gguf is a GGUF file of llama.cpp
+up {gguf}/m.gguf -> MODEL: {gguf}/m.gguf
+up {gguf}/n.gguf -> MODEL: {gguf}/n.gguf: no such file; one of the Hugging Face Hub is ORG/REPO:FILE.gguf
+up {gguf} -> MODEL: {gguf} holds no model (no config.json); name its GGUF file, {gguf}/m.gguf
+up {model} --head small=lm:n.gguf -> --head: n.gguf: no such file
 up {pickled} -> MODEL: {pickled} holds no model that is loaded (its weights are pickles
 up {yaml} -> MODEL: {yaml} holds no model
 up {model} --target {model} -> MODEL: is the same thing as --target

@@ -135,14 +135,10 @@ def test_a_folder_without_a_usable_config_is_a_usage_error(
         assert "holds no model" in lines
 
 
-@pytest.mark.parametrize(("file", "reason"), [("m.gguf", "m.gguf is a GGUF file"), ("model.bin", "are pickles")])
-def test_weights_in_a_form_that_is_not_loaded_are_one_line(file: str, reason: str, tmp_path: Path, up: Up) -> None:
-    (tmp_path / file).touch()
-    if file.endswith(".bin"):
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert reason in up(tmp_path)
-    if file.endswith(".gguf"):
-        assert reason in up(tmp_path / file)
+def test_weights_in_a_form_that_is_not_loaded_are_one_line(tmp_path: Path, up: Up) -> None:
+    (tmp_path / "model.bin").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "are pickles" in up(tmp_path)
 
 
 @pytest.fixture
