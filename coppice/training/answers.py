@@ -1,8 +1,9 @@
 """What heads learn from: the target's own answers to prompts, with its hidden states, in small safetensors shards.
 
-A shard is four texts of a domain, answered at four temperatures. Every text has as many tokens: a stretch of a document
-or a chat up to an answer, the target's continuation and, behind an end of text, the next prompt. Beside the ids a shard
-has the target's features and final hidden states; distributions are computed from the latter when they are needed.
+A shard is four texts of a domain, answered at four temperatures. Every text has as many tokens: a prompt, the target's
+answer and, where that ends or begins to repeat itself, the next prompt, which the target reads by itself. Beside the
+ids a shard has the target's features and final hidden states; distributions are computed from the latter when they are
+needed.
 While shards are recorded, the ids of their texts are kept in a file, from which a recording goes on.
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,11 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from coppice.config.model import GIB
 from coppice.engine.engine import Engine, default_feature_layers
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
+from coppice.limits import BLOCK_SIZE
 from coppice.training.data import (
     Corpus,
     DataError,
@@ -39,21 +43,26 @@ from coppice.training.data import (
     check_held_out,
     load_tokenizer,
     read_corpora,
-    seed_of,
 )
 
 LONGEST_CHUNK = 128
-"""ids of a text in a forward: the logits of all of them are computed"""
+"""ids of a text in a forward"""
+BESIDE = 8
+"""ids of a text that are fed beside the latest ones of others"""
 COLDEST = 1e-3
 """temperature of the draws of greedy texts, which nobody looks at"""
+ROWS = 8
+"""of logits that are drawn from together"""
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a shard's texts: greedy ones of a small target loop and teach little, so half are its own samples"""
 PROMPT_LENGTHS = (16, 32, 64, 96)
 """tokens of a document that begin a text"""
-MOST_HELD_OUT = 8
+MOST_HELD_OUT = 4
 """shards of a domain; fewer where it has fewer than eight times as many to learn from"""
-AT_ONCE = 8
-"""shards that are recorded together"""
+AT_ONCE = 64
+"""texts that are written together"""
+LOOP = 48
+"""ids: an answer that repeats so many is ended, and so is the longest stretch that it is searched for"""
 SAVE_S = 1.0
 """between two files of the ids that are recorded so far"""
 READ_TIMES = 3
@@ -78,15 +87,44 @@ def stacked(texts: Sequence[Answer]) -> Answer:
 
 @dataclass
 class _Text:
-    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
+    """One text while the target writes it: the first `fed` of its ids have gone through the target."""
 
-    table: BlockTable
-    waiting: deque[int]
+    ids: list[int]
     length: int
     temperature: float
-    ids: list[int] = field(default_factory=list)
+    shard: _Shard | None = None
+    starts: list[int] = field(default_factory=lambda: [0])
+    """of its prompts"""
+    fed: int = 0
+    drawn: int = 0
+    """ids since the latest prompt"""
+    table: BlockTable = field(init=False)
     features: list[Tensor] = field(default_factory=list)
     final: list[Tensor] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.fed == self.length
+
+    def next(self) -> tuple[int, list[int]]:
+        """Return where the prompt starts whose answer is written, and ids to feed behind what was fed of that."""
+        start = max(start for start in self.starts if start <= self.fed)
+        end = min(start for start in (*self.starts, len(self.ids)) if start > self.fed)
+        return start, self.ids[self.fed : min(end, self.fed + LONGEST_CHUNK)]
+
+    def answer(self) -> Answer:
+        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+
+
+class _Tap:
+    """A hook of an output layer, which keeps what the layer would read and has it read some rows of that."""
+
+    rows: Tensor
+    states: Tensor  # (T, hidden)
+
+    def __call__(self, _: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.states = args[0][0]
+        return (args[0][:, self.rows],)
 
 
 def write_answers(
@@ -96,69 +134,120 @@ def write_answers(
     temperatures: Sequence[float] = (),
     seed: int = 0,
     layers: tuple[int, ...] = (),
-    following: Callable[[int], Sequence[int]] = lambda number: (),
-    fed: Callable[[list[list[int]]], None] = lambda ids: None,
 ) -> list[Answer]:
-    """Let a target write a text of lengths[n] tokens from each prompt n, all at once, and keep its hidden states.
+    """Let a target write a text of lengths[n] tokens from each prompt n, and keep its hidden states.
 
-    End-of-text ids are tokens like any other; `following` gives the prompt behind one in text n. temperatures: of each
-    text; empty: greedy. layers: those whose features are kept; empty: the engine's own. fed: called after each forward
-    with the ids of all texts so far. Raises OutOfBlocks when the pool is too small for all.
+    End-of-text ids are tokens like any other. temperatures: of each text; empty: greedy. layers: those whose features
+    are kept; empty: the engine's own. Raises OutOfBlocks when the pool is too small for those that are written at once.
+    """
+    heats = temperatures or [0.0] * len(prompts)
+    texts = [_Text(list(p)[:n], n, heat) for p, n, heat in zip(prompts, lengths, heats, strict=True)]
+    for _ in _written(engine, texts, seed, layers):
+        pass
+    return [text.answer() for text in texts]
+
+
+def _written(
+    engine: Engine,
+    texts: Iterable[_Text],
+    seed: int,
+    layers: tuple[int, ...],
+    following: Callable[[_Text], Sequence[int]] | None = None,
+) -> Iterator[None]:
+    """Let a target write texts, AT_ONCE at a time, and stop after each forward.
+
+    Where an answer ends, is as long as half a text, or repeats itself, the prompt `following` gives comes behind it.
     """
     layers, noise = layers or engine.info.feature_layers, torch.Generator(engine.model.device).manual_seed(seed)
-    texts, final = list[_Text](), list[Tensor]()
-    output: Any = engine.model.get_output_embeddings()
-    hook = output.register_forward_pre_hook(lambda _, args: final.append(args[0][0]))
+    queue, live, tap, output = iter(texts), list[_Text](), _Tap(), cast(Any, engine.model.get_output_embeddings())
+    if engine.steps is not None:
+        engine.steps.graphs = []  # replays call no hooks
+    hook = output.register_forward_pre_hook(tap)
     try:
-        for number, prompt in enumerate(prompts):
-            table = engine.pool.allocate(str(number), lengths[number])
-            heat = temperatures[number] if temperatures else 0.0
-            texts.append(_Text(table, deque(prompt), lengths[number], heat))
-        while live := [number for number, text in enumerate(texts) if len(text.ids) < text.length]:
-            drawn = _feed(engine, [texts[number] for number in live], layers, final, noise)
-            for number, token in zip(live, drawn, strict=True):
-                if not texts[number].waiting:
-                    texts[number].waiting.append(token)
-                    if token in engine.info.eos_ids:
-                        texts[number].waiting += following(number)
-            fed([text.ids for text in texts])
+        while True:
+            for text in islice(queue, AT_ONCE - len(live)):
+                text.table = engine.pool.allocate(str(id(text)), text.length)
+                del text.ids[text.length :]
+                live.append(text)
+            if not live:
+                return
+            # Prompts in a forward of their own: what attends together is padded to the longest.
+            now = [text for text in live if len(text.next()[1]) > BESIDE] or live
+            for text, token in zip(now, _feed(engine, now, layers, tap, noise), strict=True):
+                if text.fed < len(text.ids) or text.complete:
+                    continue
+                text.ids.append(token)
+                text.drawn += 1
+                ended = token in engine.info.eos_ids
+                if following and (ended or text.drawn >= text.length // 2 or repeats(text.ids[-text.drawn :])):
+                    text.ids += () if ended else engine.info.eos_ids[:1]
+                    text.starts.append(len(text.ids))
+                    text.ids += following(text)
+                    text.drawn = 0
+                del text.ids[text.length :]
+            for text in now:
+                if text.complete:
+                    engine.pool.free(text.table)
+            live = [text for text in live if not text.complete]
+            yield
     finally:
         hook.remove()
-        for text in texts:
+        for text in live:
             engine.pool.free(text.table)
-    return [Answer(torch.tensor(text.ids), torch.cat(text.features), torch.cat(text.final)) for text in texts]
 
 
 @torch.inference_mode()
-def _feed(
-    engine: Engine, live: list[_Text], layers: tuple[int, ...], final: list[Tensor], noise: torch.Generator
-) -> list[int]:
-    """Feed every text its waiting ids, and return the token that the target draws behind each.
-
-    The forward leaves the states that its output layer reads in `final`.
-    """
-    counts = [min(text.length - len(text.ids), LONGEST_CHUNK, len(text.waiting)) for text in live]
-    chunks = [[text.waiting.popleft() for _ in range(count)] for text, count in zip(live, counts, strict=True)]
+def _feed(engine: Engine, texts: list[_Text], layers: tuple[int, ...], tap: _Tap, noise: torch.Generator) -> list[int]:
+    """Feed every text ids that it has, and return the token that the target draws behind each."""
+    parts = [text.next() for text in texts]
     pieces = [
-        Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
-        for text, chunk in zip(live, chunks, strict=True)
+        Piece.chain(text.table, text.fed - start, ids, range(len(ids)))
+        for text, (start, ids) in zip(texts, parts, strict=True)
     ]
-    final.clear()
+    counts = [len(ids) for _, ids in parts]
+    tap.rows = torch.tensor(counts, device=engine.model.device).cumsum(0) - 1
     out = engine.forward(pack(pieces, layers))
-    features = final[0][:, :0] if out.features is None else out.features
-    logits = out.logits[torch.tensor(counts).cumsum(0) - 1].float()
-    tokens = logits.argmax(-1)
-    heat = torch.tensor([text.temperature for text in live], dtype=torch.float64, device=logits.device)[:, None]
-    if bool(heat.any()):
-        probabilities = (logits / heat.clamp_min(COLDEST).float()).softmax(-1)
-        tokens = torch.where(heat[:, 0] > 0, torch.multinomial(probabilities, 1, generator=noise)[:, 0], tokens)
-    parts = zip(torch.split(features, counts), torch.split(final[0], counts), strict=True)
-    for text, chunk, (its_features, its_final) in zip(live, chunks, parts, strict=True):
-        text.ids += chunk
+    features = tap.states[:, :0] if out.features is None else out.features
+    heat = torch.tensor([text.temperature for text in texts], device=features.device)
+    tokens: list[int] = draw(out.logits, heat, noise).tolist()
+    states = zip(*(torch.split(rows[: sum(counts)], counts) for rows in (features, tap.states)), strict=True)
+    for text, count, (its_features, its_final) in zip(texts, counts, states, strict=True):
+        text.fed += count
         text.features.append(its_features)
         text.final.append(its_final)
-    drawn: list[int] = tokens.tolist()
-    return drawn
+    return tokens
+
+
+def draw(logits: Tensor, heat: Tensor, noise: torch.Generator) -> Tensor:
+    """Draw a token from each row of (B, V) logits at the row's temperature, (B,); at 0 the best one. Spends the logits.
+
+    torch.multinomial draws a number for each token of a vocabulary, which takes longer than a forward. Here one number
+    finds a block of tokens, then a token in it. Few rows at a time stay in the caches.
+    """
+    tokens = list[Tensor]()
+    for rows, its_heat in zip(torch.split(logits, ROWS), torch.split(heat, ROWS), strict=True):
+        shares = rows.float()
+        highest, best = shares.max(-1, keepdim=True)
+        shares.sub_(highest).div_(its_heat.clamp_min(COLDEST)[:, None]).exp_()
+        blocks = shares.view(len(rows), -1, min(512, shares.shape[1] & -shares.shape[1]))
+        sums = blocks.sum(-1).double()
+        ends = sums.cumsum(-1)
+        place = ends[:, -1:] * (1 - torch.rand(len(rows), 1, generator=noise, device=rows.device).double())  # never 0
+        block = torch.searchsorted(ends, place)
+        inside = blocks.take_along_dim(block[..., None], 1)[:, 0].double().cumsum(-1)
+        rest = (place - (ends - sums).gather(1, block)).minimum(inside[:, -1:])
+        drawn = block * inside.shape[1] + torch.searchsorted(inside, rest)
+        tokens.append(torch.where(its_heat[:, None] > 0, drawn, best)[:, 0])
+    return torch.cat(tokens)
+
+
+def repeats(ids: Sequence[int]) -> bool:
+    """Whether the end of a text repeats what is before it: LOOP ids at least, and a stretch of them thrice."""
+    spans = ((period, max(2 * period, LOOP)) for period in range(1, LOOP + 1))
+    return any(
+        len(ids) >= span + period and ids[-1] == ids[-1 - period] and ids[-span:] == ids[-span - period : -period]
+        for period, span in spans
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +255,7 @@ class AnswerPlan:
     """At least `tokens` tokens in texts of `length`, of the domains in proportion to their weights."""
 
     tokens: int
-    length: int = 256
+    length: int = 512
     seed: int = 0
 
 
@@ -253,17 +342,20 @@ def record_answers(
     dtype: str = "float32",
     layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from what it holds.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called before the first forward and after each one with the tokens recorded, and with those of all. What
-    it raises ends the recording, and the same call goes on where this one ended.
+    it raises ends the recording, and the same call goes on where this one ended. say: called before them with how much
+    will be recorded, and about how long that takes.
     Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
     texts of another length or with features of other layers. Raises InvalidField for layers that the target does not
-    have.
+    have, and for a disk that is too small.
     """
-    depth = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().num_hidden_layers
+    text = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+    depth = text.num_hidden_layers
     layers = layers or default_feature_layers(depth)
     if max(layers) >= depth:
         raise InvalidField("--layers", f"{max(layers)} is not among 0..{depth - 1} of the target")
@@ -282,7 +374,17 @@ def record_answers(
         raise DataError(f"{folder} holds target answers made from {made_from['source']}; these would be from {source}")
     answers = TargetAnswers(folder, plan, made_from["facts"], layers)
     if missing := [shard for shard in answers.shards if not (folder / shard.name).exists()]:
-        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=AT_ONCE * (answers.shard_tokens + 128))
+        tokens, at_once = len(missing) * answers.shard_tokens, min(AT_ONCE, len(missing) * len(TEMPERATURES))
+        size = tokens * (4 + 2 * text.hidden_size * (1 + len(layers))) / GIB
+        if size > (free := shutil.disk_usage(folder).free / GIB):
+            reason = f"{folder} would take {size:.1f} GiB more, and its disk has {free:.1f} free"
+            raise InvalidField("--lessons", reason)
+        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=at_once * (plan.length + BLOCK_SIZE))
+        step = engine.timing(1, sessions=at_once, context=plan.length // 2, repeats=3) / at_once / 1e9
+        say(
+            f"recording {tokens} tokens of the target's answers, {at_once} texts at a time, in {dtype}: "
+            f"about {tokens * step / 60:.0f} minutes, {size:.2f} GiB in {folder}"
+        )
         _Recorder(answers, corpora or _load(lines, target), target, progress).record(engine, missing)
     else:
         progress(answers.tokens, answers.tokens)
@@ -309,64 +411,64 @@ class _Recorder:
     ) -> None:
         self.answers, self.progress, self.file = answers, progress, answers.folder / BEGUN
         self.tokenizer, self.corpora = load_tokenizer(target), {corpus.name: corpus for corpus in corpora}
-        self.shards: Sequence[_Shard] = ()
-        """those that are recorded now"""
-        self.recorded = self.replayed = 0
-        """tokens of complete shards, and with those that an earlier recording wrote"""
-        self.saved = 0.0
+        self.begun: dict[_Shard, list[_Text]] = {}
+        """of shards that are not complete"""
+        self.recorded = 0
+        """tokens of complete shards"""
 
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
-        answers, plan, count, begun = self.answers, self.answers.plan, len(TEMPERATURES), dict[str, list[list[int]]]()
-        if self.file.exists():
-            earlier = json.loads(self.file.read_text(encoding="utf-8"))
-            begun = {shard.name: earlier[shard.name] for shard in missing if shard.name in earlier}
-        missing = sorted(missing, key=lambda shard: shard.name not in begun)  # those that the file has, at once
-        begun_tokens = sum(len(ids) for texts in begun.values() for ids in texts)
+        answers, saved = self.answers, time.monotonic()
+        earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        self.begun = {shard: self._texts(shard, earlier[shard.name]) for shard in missing if shard.name in earlier}
         self.recorded = answers.tokens - len(missing) * answers.shard_tokens
-        self.replayed = self.recorded + begun_tokens
-        self.progress(self.replayed, answers.tokens)
-        for at in range(0, len(missing), AT_ONCE):
-            self.shards = missing[at : at + AT_ONCE]
-            rng = np.random.default_rng([plan.seed, seed_of(self.shards[0].name), begun_tokens])
-            following = partial(self._prompt, rng)
-            ids = [its for shard in self.shards for its in begun.get(shard.name, [[]] * count)]
-            texts = write_answers(
-                engine,
-                [its or following(number) for number, its in enumerate(ids)],
-                [plan.length] * len(ids),
-                TEMPERATURES * len(self.shards),
-                int(rng.integers(2**62)),
-                answers.layers,
-                following,
-                self._fed,
-            )
-            for number, shard in enumerate(self.shards):
-                answers.write(shard, texts[number * count : (number + 1) * count])
-            self.recorded += len(self.shards) * answers.shard_tokens
-        self.file.unlink(missing_ok=True)
+        rng = np.random.default_rng([answers.plan.seed, self._reached()])
+        fresh = [shard for shard in missing if shard not in self.begun]
+        fresh.sort(key=lambda shard: shard.number / self.corpora[shard.domain].weight)  # domains as far as each other
+        following = partial(self._prompt, rng)
 
-    def _fed(self, ids: list[list[int]]) -> None:
-        """Say how far the recording is, and keep the ids so far from time to time, and when `progress` ends it."""
-        done, ended = self.recorded + sum(map(len, ids)), True
+        def texts() -> Iterator[_Text]:
+            for shard in (*self.begun, *fresh):
+                for text in self.begun.setdefault(shard, self._texts(shard, [([], [0])] * len(TEMPERATURES))):
+                    text.ids = text.ids or following(text)
+                    yield text
+
         try:
-            self.progress(max(done, self.replayed), self.answers.tokens)
-            ended = False
+            for _ in _written(engine, texts(), int(rng.integers(2**62)), answers.layers, following):
+                for shard in [shard for shard, own in self.begun.items() if all(text.complete for text in own)]:
+                    answers.write(shard, [text.answer() for text in self.begun.pop(shard)])
+                    self.recorded += answers.shard_tokens
+                self._reached()
+                if time.monotonic() - saved > SAVE_S:
+                    self._save()
+                    saved = time.monotonic()
         finally:
-            if done >= self.replayed and (ended or time.monotonic() - self.saved > SAVE_S):  # before, the file has more
-                count = len(TEMPERATURES)
-                begun = {shard.name: ids[count * n : count * (n + 1)] for n, shard in enumerate(self.shards)}
-                write_whole(self.file, json.dumps(begun))
-                self.saved = time.monotonic()
+            self._save()
+        self.file.unlink()
 
-    def _prompt(self, rng: np.random.Generator, number: int) -> list[int]:
-        """Draw a prompt for a text: the end of a chat, or a stretch of a document, half the time its beginning."""
-        shard = self.shards[number // len(TEMPERATURES)]
-        corpus = self.corpora[shard.domain]
-        texts = corpus.held_out if shard.held_out else corpus.train
-        text = texts[int(rng.integers(len(texts)))]
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not corpus.of_prompts).ids
-        if corpus.of_prompts:
-            return ids[-(self.answers.plan.length // 2) :]
+    def _save(self) -> None:
+        begun = {shard.name: [(text.ids, text.starts) for text in own] for shard, own in self.begun.items()}
+        write_whole(self.file, json.dumps(begun))
+
+    def _reached(self) -> int:
+        """Say how many tokens there are."""
+        done = self.recorded + sum(len(text.ids) for own in self.begun.values() for text in own)
+        self.progress(done, self.answers.tokens)
+        return done
+
+    def _texts(self, shard: _Shard, begun: Sequence[tuple[list[int], list[int]]]) -> list[_Text]:
+        """Return the shard's texts, of which there are these ids and starts."""
+        length, pairs = self.answers.plan.length, zip(begun, TEMPERATURES, strict=True)
+        return [_Text(ids, length, heat, shard, [*starts]) for (ids, starts), heat in pairs]
+
+    def _prompt(self, rng: np.random.Generator, text: _Text) -> list[int]:
+        """Draw a prompt for a text: a whole one's end, or a stretch of a document, half the time its beginning."""
+        assert text.shard is not None
+        corpus = self.corpora[text.shard.domain]
+        documents = corpus.held_out if text.shard.held_out else corpus.train
+        document = documents[int(rng.integers(len(documents)))]
+        ids: list[int] = self.tokenizer.encode(document, add_special_tokens=corpus.kind != "chats").ids
+        if corpus.kind != "texts":
+            return ids[-(text.length // 2) :]
         length = int(rng.choice(PROMPT_LENGTHS))
         start = int(rng.integers(0, max(1, len(ids) - length))) if rng.random() < 0.5 else 0
         return ids[start : start + length]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -10,7 +10,7 @@ from coppice.config.gguf import as_folder
 from coppice.config.model import read_expectation, warning_of
 from coppice.config.sections import FEATURE_KINDS
 from coppice.limits import MAX_FEATURE_LAYERS
-from coppice.machine import extension, extensions
+from coppice.machine import Dtype, extension, extensions
 
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True, add_completion=False)
 
@@ -22,7 +22,8 @@ Data = Annotated[
     list[str],
     typer.Option(
         "--data",
-        help="NAME=GLOB[:WEIGHT], repeatable, of text or of JSON lines; python:stdlib is installed Python source.",
+        help="NAME=GLOB[:WEIGHT], repeatable, of text or of JSON lines; python:stdlib is installed Python source, and "
+        "hf:ORG/NAME:SPLIT a data set, by the package datasets.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds recordings and checkpoints.")]
@@ -69,7 +70,7 @@ def train_head(
             "--tokens",
             min=1,
             help="Tokens of the whole run; may be changed on --resume. A third of them is recorded first, for every "
-            "--data at least 1,024, and an eighth of that (1,024 to 8,192) is held out beside it.",
+            "--data at least 2,048, and an eighth of that (2,048 to 8,192) is held out beside it.",
         ),
     ] = 400_000,
     kind: Annotated[
@@ -78,6 +79,13 @@ def train_head(
     resume: Resume = False,
     device: Device = "cpu",
     seed: Seed = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="float32 or bfloat16, in which the target answers; default: bfloat16 where the device multiplies it.",
+        ),
+    ] = "",
     lessons: Annotated[
         Path | None,
         typer.Option(
@@ -111,7 +119,9 @@ def train_head(
     from coppice.training.losses import fast_dtype
     from coppice.training.progress import Progress
 
-    dtype = str(fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
+    if dtype not in ("", *get_args(Dtype)):
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(get_args(Dtype))}", param_hint="--dtype")
+    dtype = dtype or str(fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
     read, fields = _layers(layers, kind), _fields(shape, kind)
     build = {"lm": heads.LanguageModelInTraining}.get(kind, heads.FeatureHeadInTraining)
     if kind not in TRAINED_KINDS:
@@ -133,7 +143,8 @@ def train_head(
 
         progress.say("recording the target's answers")
         folder = lessons or work / "lessons"
-        answers = record_answers(data, target, folder, plan, device=device, dtype=dtype, layers=read, progress=reach)
+        where: dict[str, Any] = {"device": device, "dtype": dtype, "layers": read}
+        answers = record_answers(data, target, folder, plan, **where, progress=reach, say=progress.print)
     config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
     recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
     if kind == "lm":

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coppice.errors import InvalidField
 
 END_OF_TEXT = "<|endoftext|>"
 STDLIB_GLOB = "python:stdlib"
+HUB = "hf:"
 HELD_OUT_MODULUS = 20
 TEXT_FIELDS = ("text", "content", "story", "prompt")
 ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
@@ -35,6 +37,10 @@ CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 MAX_EPOCHS = 8
 Messages = list[dict[str, Any]]
 Places = NDArray[np.int64]
+
+
+class Prompt(str):
+    """A document that is answered whole."""
 
 
 class DataError(InvalidField):
@@ -56,13 +62,14 @@ class Corpus:
     held_out: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     """the names of its files, for the model card"""
-    of_prompts: bool = False
-    """whether documents are chats up to an answer, in a template"""
+    kind: str = "texts"
+    """texts, prompts that are answered whole, or chats: prompts that are in a template"""
 
     @property
     def public(self) -> str:
         """The line without directories, for model cards."""
-        return f"{self.name}={Path(self.pattern).name}:{self.weight:g}"
+        pattern = self.pattern if self.pattern.startswith(HUB) else Path(self.pattern).name
+        return f"{self.name}={pattern}:{self.weight:g}"
 
     def facts(self) -> dict[str, Any]:
         """Return what a model card says of it."""
@@ -73,12 +80,13 @@ class Corpus:
         """Read and split the documents. `render` gives a chat up to an answer in the target's template.
 
         A chat is a prompt for each turn of its user; all of them are held out or none. Raises DataError for no files,
-        an unreadable one, a bad row, chats where there is no template, and chats beside texts.
+        an unreadable one, a bad row, chats where there is no template, and documents of two kinds.
         """
         where, seen = f"{self.name}={self.pattern}", set[str]()
         for document in self._documents(where):
+            kind = "chats" if isinstance(document, list) else "prompts" if isinstance(document, Prompt) else "texts"
             if isinstance(document, str):
-                texts = [document]
+                texts = [str(document)]
             elif render is None:
                 raise DataError(f"{where}: chats teach heads, whose target has a template, and no targets")
             else:
@@ -87,9 +95,9 @@ class Corpus:
                     texts = [render(document[:end]) for end in ends]
                 except Exception as error:  # a template may raise anything
                     raise DataError(f"{where}: the target's chat template: {str(error).splitlines()[0]}") from error
-            if (of_prompts := document is not texts[0]) is not self.of_prompts and seen:
-                raise DataError(f"{where}: holds chats and texts; give each a line of its own")
-            self.of_prompts = of_prompts
+            if kind != self.kind and seen:
+                raise DataError(f"{where}: holds {self.kind} and {kind}; give each a line of its own")
+            self.kind = kind
             if texts[0] not in seen:
                 seen.add(texts[0])
                 (self.held_out if is_held_out(texts[0]) else self.train).extend(texts)
@@ -97,8 +105,13 @@ class Corpus:
             raise DataError(f"{where}: no training document in it")
 
     def _documents(self, where: str) -> Iterator[str | Messages]:
-        """Yield the stripped, non-empty documents of all files, and the chats of .jsonl files as messages."""
+        """Yield the stripped, non-empty documents of all files or of a data set, and chats as messages."""
         pattern, skipped = self.pattern, set[str]()
+        if pattern.startswith(HUB):
+            rows = _hub_rows(pattern, where)
+            self.sources = [pattern]
+            yield from (_document(row, f"{where}, row {number}") for number, row in enumerate(rows, start=1))
+            return
         if pattern == STDLIB_GLOB:
             pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
         files = (path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file())
@@ -128,7 +141,9 @@ def parse_corpora(lines: Iterable[str]) -> list[Corpus]:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not pattern:
             raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
         weight = "1"
-        if ":" in pattern and pattern != STDLIB_GLOB:
+        if pattern.startswith(HUB) and pattern.count(":") < 2:
+            raise DataError(f"{line!r}: expected hf:ORG/NAME:SPLIT, such as hf:HuggingFaceH4/ultrachat_200k:train_sft")
+        if pattern.count(":") > (2 if pattern.startswith(HUB) else 0) and pattern != STDLIB_GLOB:
             pattern, _, weight = pattern.rpartition(":")
         if name in corpora:
             raise DataError(f"{line!r}: {name} is the name of another line")
@@ -160,6 +175,23 @@ def _row(line: str, where: str) -> str | Messages:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error})") from None
+    return _document(row, where)
+
+
+def _hub_rows(pattern: str, where: str) -> Iterable[Any]:
+    """Read a data set, hf:ORG/NAME:SPLIT or hf:FOLDER:SPLIT, by the package of that name. Raises DataError."""
+    name, _, split = pattern.removeprefix(HUB).rpartition(":")
+    try:
+        rows: Iterable[Any] = import_module("datasets").load_dataset(name, split=split)
+    except ImportError:
+        raise DataError(f"{where}: data sets are read by the package datasets: pip install datasets") from None
+    except Exception as error:  # of the Hub, the network, or the data set's own files
+        raise DataError(f"{where}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
+    return rows
+
+
+def _document(row: object, where: str) -> str | Messages:
+    """Return the text, prompt or chat of a row. Raises DataError."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object")
     if name := next((name for name in CHAT_FIELDS if name in row), None):
@@ -172,6 +204,8 @@ def _row(line: str, where: str) -> str | Messages:
     for name in names:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise DataError(f"{where}: field {name!r} must be a non-empty string")
+    if names == ("prompt",):
+        return Prompt(row["prompt"])  # ends as it does: a space behind it would be the answer's first token
     if len(names) == 1:
         return str(row[names[0]]).strip()
     question, answer = (CALCULATOR_MARK.sub("", row[name]).strip() for name in names)

@@ -301,13 +301,21 @@ def replacing(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def stop_signal() -> Iterator[Event]:
-    """Let SIGTERM set an event, so that what works can end at a place to go on from."""
+    """Let the first SIGTERM or SIGINT set an event, so that what works can end at a place to go on from."""
     stopping = Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def stop(number: int, _: object) -> None:
+        stopping.set()
+        signal.signal(number, previous[number])  # a second one ends at once
+
     try:
+        for number in previous:
+            signal.signal(number, stop)
         yield stopping
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def usable_device(name: str) -> torch.device:

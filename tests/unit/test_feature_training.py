@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,17 +270,20 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
 
     def checked(answers: TargetAnswers, layers: tuple[int, ...]) -> Answer:
         read = answers.read(positions)
-        out = model.model(input_ids=read.ids, output_hidden_states=True)
-        features = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
-        assert torch.allclose(read.features, features, rtol=0.02, atol=0.02)
-        assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)
+        for ids, *states in zip(*read, strict=True):
+            ends = [at + 1 for at in range(127) if not ids[at]]
+            assert ends  # another prompt follows, which the target reads by itself
+            for start, end in pairwise([0, *ends, 128]):
+                out = model.model(input_ids=ids[None, start:end], output_hidden_states=True)
+                features = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
+                for recorded, state in zip(states, (features, out.last_hidden_state), strict=True):
+                    assert torch.allclose(recorded[start:end], state[0], rtol=0.02, atol=0.02)
         return read
 
     read = checked(answers, default_feature_layers(8))
-    end = [*read.ids[1, 96:].tolist(), 0].index(0) + 96  # another prefix follows
+    end = read.ids[1].tolist().index(0)
     said = model(read.ids).logits[1].argmax(-1)  # the second text is greedy
-    assert torch.equal(said[96 : end - 1], read.ids[1, 97:end])
-    assert end > 97
+    assert torch.equal(said[end - 21 : end - 1], read.ids[1, end - 20 : end])
     assert torch.equal(answers.ids()[:128], read.ids[0])
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
     more = record_answers(lines, folder, tmp_path / "lessons", replace(plan, tokens=1024))

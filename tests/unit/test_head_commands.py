@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,8 +145,9 @@ def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> No
     assert heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
 
 
+@pytest.mark.parametrize(("number", "dtype"), [(signal.SIGTERM, "float32"), (signal.SIGINT, "bfloat16")])
 def test_a_recording_that_is_stopped_says_how_to_go_on(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, dtype: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -152,19 +155,22 @@ def test_a_recording_that_is_stopped_says_how_to_go_on(
         def reach(self, done: int, total: int) -> None:
             seen.append((done, total))
             if done >= 600 and len(seen) > 1 and seen[0][0] == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(progress, "Progress", Stopper)
-    flags = ("head", "--kind", "dflash", "--tokens", "512", "--out", str(tmp_path / "head"))
+    flags = ("head", "--kind", "dflash", "--tokens", "512", "--out", str(tmp_path / "head"), "--dtype", dtype)
     output = run(train, place, *flags, ends=(0,))
+    assert re.search(
+        rf"recording 4096 tokens .*, 8 texts at a time, in {dtype}: about \d+ minutes, 0\.00 GiB in", output
+    )
     assert f"recorded {seen[-1][0]} tokens, go on with the same command" in output
     assert not (tmp_path / "head").exists()
-    assert seen[0] == (0, 2048)
+    assert seen[0] == (0, 4096)
     stopped, _ = seen[-1]
     seen.clear()
     assert "wrote" in run(train, place, *flags, ends=(0,))
-    recording = seen[: seen.index((2048, 2048)) + 1]
-    assert recording[0] == (stopped, 2048)
+    recording = seen[: seen.index((4096, 4096)) + 1]
+    assert recording[0] == (stopped, 4096)
     assert recording == sorted(recording)
     assert not list((tmp_path / "head.work" / "lessons").glob(".*"))
 
@@ -183,13 +189,22 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
     assert sorted(begun) == ["words-held-out-00000.safetensors", "words-train-00000.safetensors"]
     answers = record_answers(lines, place / "target", tmp_path, plan, progress=lambda *counts: seen.append(counts))
     assert 442 <= seen[0][0] < 450  # of the forward that was under way, a token of each of eight texts is missing
-    assert seen[0][0] == sum(len(ids) for texts in begun.values() for ids in texts)
+    assert seen[0][0] == sum(len(ids) for texts in begun.values() for ids, _ in texts)
     texts = answers.ids().view(4, 64)
-    for text, ids in zip(texts.tolist(), begun["words-train-00000.safetensors"], strict=True):
+    for text, (ids, _) in zip(texts.tolist(), begun["words-train-00000.safetensors"], strict=True):
         assert text[: len(ids)] == ids
+    end = [*texts[0].tolist(), 0].index(0)
     model = AutoModelForCausalLM.from_pretrained(place / "target")
     final = answers.read(torch.from_numpy(answers.domains()[0].train[:64])[None]).final
-    assert torch.allclose(final, model.model(texts[:1]).last_hidden_state, rtol=0.02, atol=0.02)
+    assert torch.allclose(final[:, :end], model.model(texts[:1, :end]).last_hidden_state, rtol=0.02, atol=0.02)
+
+
+def test_what_a_disk_has_no_room_for_is_refused_before_the_target_is_loaded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**27))
+    with pytest.raises(InvalidField, match=r"^--lessons: .* would take 0\.[2-9] GiB more, and its disk has 0\.1 free$"):
+        record_answers([f"words={place}/words.txt"], place / "target", tmp_path, AnswerPlan(1_200_000))
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:

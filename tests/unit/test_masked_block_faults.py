@@ -24,7 +24,7 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef main(argv):\n",
     "    def test_empty(self):\n        self.assertEqual(",
 )
-LENGTH, TEMPERATURE, SEED = 128, 0.7, 3  # greedy answers of a small target loop, and any head follows
+LENGTH, TEMPERATURE, SEED = 128, 0.7, 4  # greedy answers of a small target loop, and any head follows
 
 
 LAYERS = (2, 3, 10, 11, 17, 18)
@@ -34,8 +34,8 @@ LAYERS = (2, 3, 10, 11, 17, 18)
 @pytest.fixture(scope="module")
 def answers() -> list[Answer]:
     """The target's answers with the features of LAYERS."""
-    engine = load_engine(DEMO / "target", dtype="float32", kv_tokens=2048)
-    prompts = [load_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS]
+    engine = load_engine(DEMO / "target", dtype="float32", kv_tokens=4096)
+    prompts = [load_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS * 4]
     return write_answers(engine, prompts, [LENGTH] * len(prompts), [TEMPERATURE] * len(prompts), SEED, LAYERS)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from coppice.config.model import warning_of
 from coppice.errors import InvalidField
-from coppice.training.answers import AnswerPlan, record_answers
+from coppice.training.answers import AnswerPlan, draw, record_answers, repeats
 from coppice.training.data import (
     MAX_EPOCHS,
     Domain,
@@ -137,14 +138,65 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     assert not held & {text.split("|")[1] for text in corpus.train if "|" in text}
 
 
-def test_the_end_of_a_long_chat_is_read_and_no_more_than_half_a_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_end_of_a_long_prompt_is_read_and_no_more_than_half_a_text(chat: bool, tmp_path: Path) -> None:
     path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target")
-    rows = [{"messages": [{"role": "user", "content": f"{'long ' * 50}{n}"}]} for n in range(60)]
+    rows: list[object] = [{"messages": [{"role": "user", "content": f"{'long ' * 50}{n}"}]} for n in range(60)]
+    if not chat:
+        rows = [{"prompt": f"{'long ' * 50}{n}\nassistant: "} for n in range(60)]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     plan = AnswerPlan(tokens=256, length=64)
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
     begun = [load_tokenizer(folder).decode(ids[:32]) for ids in answers.ids().view(4, 64).tolist()]
-    assert all(re.search(r"long \d+\nassistant:$", text) for text in begun), begun
+    assert all(re.search(rf"long \d+\nassistant:{'' if chat else ' '}$", text) for text in begun), begun
+
+
+@pytest.mark.parametrize("vocabulary", [7, 96, 1000])
+def test_what_is_drawn_has_the_law_of_its_temperature(vocabulary: int) -> None:
+    noise = torch.Generator().manual_seed(vocabulary)
+    logits, draws = 2 * torch.randn(1, vocabulary, generator=noise), 20_000
+    for heat in (1.0, 0.7):
+        drawn = draw(logits.repeat(draws, 1), torch.tensor([heat, 0.0]).repeat(draws // 2), noise).view(-1, 2)
+        law = (logits[0] / heat).softmax(-1)
+        found = torch.bincount(drawn[:, 0], minlength=vocabulary) / len(drawn)
+        assert (law - found).abs().sum() < 1.3 * (2 / torch.pi * law * (1 - law) / len(drawn)).sqrt().sum() + 0.01
+        assert (drawn[:, 1] == logits.argmax()).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "loops"),
+    [
+        ([5] * 49, True),
+        ([5] * 48, False),
+        ([*range(48)] * 3, True),
+        ([*range(48)] * 2, False),
+        ([7, *[1, 2, 3] * 17], True),
+        ([*[1, 2, 3] * 17, 7], False),
+        ([*range(49)] * 3, False),
+        ([], False),
+    ],
+)
+def test_an_answer_that_repeats_itself_is_noticed(ids: list[int], loops: bool) -> None:
+    assert repeats(ids) is loops
+
+
+def test_a_data_set_is_read_by_its_own_package_and_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS[:60])), encoding="utf-8")
+    line = f"chat=hf:{tmp_path}:train"
+    with pytest.raises(InvalidField, match=r"'chat=hf:ORG/NAME': expected hf:ORG/NAME:SPLIT"):
+        read_corpora(["chat=hf:ORG/NAME"])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "datasets", None)
+        with pytest.raises(InvalidField, match=r"by the package datasets: pip install datasets$"):
+            read_corpora([line])
+    pytest.importorskip("datasets")
+    (corpus,) = read_corpora([f"{line}:0.5"], lambda messages: "|".join(m["content"] for m in messages))
+    assert (corpus.kind, corpus.weight, corpus.public) == ("chats", 0.5, f"{line}:0.5")
+    assert sorted(corpus.train + corpus.held_out) == sorted(f"say {n}" for n in range(60))
+    with pytest.raises(InvalidField, match=rf"--data: chat=hf:{tmp_path}:test: \w+: .*split"):
+        read_corpora([f"chat=hf:{tmp_path}:test"])
 
 
 def refuse(messages: object) -> str:
@@ -161,6 +213,7 @@ def refuse(messages: object) -> str:
         (CHATS[:1], refuse, "words=.*: the target's chat template: roles must alternate$"),
         (CHATS[:1], None, "chats teach heads"),
         ([*CHATS[:1], {"text": "words"}], str, "holds chats and texts"),
+        ([{"text": "words"}, {"prompt": "say "}], None, "holds texts and prompts"),
         ([{"nothing": 1}], str, "none of the fields messages, conversations, text"),
         ([{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": 3}], str, "line 2: field 'answer'"),
     ],
