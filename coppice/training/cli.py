@@ -14,7 +14,6 @@ from coppice.machine import Dtype, extension, extensions
 
 app = typer.Typer(help="Train a draft head for a target.", no_args_is_help=True, add_completion=False)
 
-TRAINED_KINDS = (*FEATURE_KINDS, "lm")
 TRAINING, COMMANDS = "coppice.training", "coppice.commands.train"
 """Entry points of packages that add kinds of heads to train (heads.py), and commands: NAME = MODULE:FUNCTION."""
 
@@ -64,6 +63,9 @@ def train_head(
     data: Data,
     out: Out,
     target: Annotated[Path, typer.Option("--target", help="Folder or GGUF file of the target that teaches.")],
+    kind: Annotated[
+        str, typer.Option("--kind", help=f"Kind of head: {', '.join(FEATURE_KINDS)}, or one that a package adds.")
+    ],
     tokens: Annotated[
         int,
         typer.Option(
@@ -73,9 +75,6 @@ def train_head(
             "--data at least 2,048, and an eighth of that (2,048 to 8,192) is held out beside it.",
         ),
     ] = 400_000,
-    kind: Annotated[
-        str, typer.Option("--kind", help=f"Kind of head: {', '.join(TRAINED_KINDS)}, or one that a package adds.")
-    ] = "lm",
     resume: Resume = False,
     device: Device = "cpu",
     seed: Seed = 0,
@@ -102,12 +101,10 @@ def train_head(
             "--shape", help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8."
         ),
     ] = "",
-    adamw: Annotated[
-        bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
-    ] = False,
+    adamw: Annotated[bool, typer.Option("--adamw", help="AdamW for all weights, not Muon for matrices.")] = False,
 ) -> None:
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
-    if kind not in (kinds := (*TRAINED_KINDS, *extensions(TRAINING))):
+    if kind not in (kinds := (*FEATURE_KINDS, *extensions(TRAINING))):
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(kinds)}", param_hint="--kind")
     from coppice.commands.up import find_model
 
@@ -122,11 +119,11 @@ def train_head(
     if dtype not in ("", *get_args(Dtype)):
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(get_args(Dtype))}", param_hint="--dtype")
     dtype = dtype or str(fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
-    read, fields = _layers(layers, kind), _fields(shape, kind)
-    build = {"lm": heads.LanguageModelInTraining}.get(kind, heads.FeatureHeadInTraining)
-    if kind not in TRAINED_KINDS:
+    read, fields = _layers(layers), _fields(shape)
+    build = heads.FeatureHeadInTraining
+    if kind not in FEATURE_KINDS:
         build = extension(TRAINING, kind, "--kind")
-    elif kind in FEATURE_KINDS and (note := heads.check_shape(kind, target, read, fields)):
+    elif note := heads.check_shape(kind, target, read, fields):
         typer.echo(note)
     work = work_folder(out, resume)
     flags = {"kind": kind, "target": target.resolve().name, "out": out.name, "tokens": str(tokens)}
@@ -147,8 +144,6 @@ def train_head(
         answers = record_answers(data, target, folder, plan, **where, progress=reach, say=progress.print)
     config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
     recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
-    if kind == "lm":
-        recipe = trainer.Recipe(tokens, adam=4e-3, small_batch=2048, batch=2048, eval_tokens=50_000)
     run = trainer.Trainer(build(config), config, recipe)
     if run.train():
         run.export(out, f"A {kind} draft head for {target.resolve().name}", command)
@@ -159,10 +154,8 @@ def train_head(
         typer.echo(f"wrote {out}{figures}{warning}\ntry: coppice up --target {target} --head mine={kind}:{out}")
 
 
-def _layers(text: str, kind: str) -> tuple[int, ...]:
+def _layers(text: str) -> tuple[int, ...]:
     """Read the layers of a head. Raises BadParameter."""
-    if text and kind == "lm":
-        raise typer.BadParameter(f"a head of kind {kind} reads no features", param_hint="--layers")
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts) or len(parts) > MAX_FEATURE_LAYERS:
         reason = f"{text!r} is not 1 to {MAX_FEATURE_LAYERS} numbers with commas between them"
@@ -170,12 +163,12 @@ def _layers(text: str, kind: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _fields(text: str, kind: str) -> dict[str, int]:
+def _fields(text: str) -> dict[str, int]:
     """Read fields of a head's configuration. Raises BadParameter."""
     fields: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        if kind == "lm" or not name.isidentifier() or not value.isdecimal():
+        if not name.isidentifier() or not value.isdecimal():
             raise typer.BadParameter(f"{part!r} is not NAME=NUMBER of a head's configuration", param_hint="--shape")
         fields[name] = int(value)
     return fields

@@ -6,7 +6,6 @@ import glob
 import hashlib
 import json
 import re
-import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -235,13 +234,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a tokenizer's files, so that a draft model's folder is complete by itself."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-
-
 @dataclass(frozen=True)
 class Domain:
     """One domain as positions of training text and of held-out text in one long text."""
@@ -289,12 +281,8 @@ class Reader:
 
 @lru_cache(maxsize=64)
 def _permutation(seed: int, name: str, epoch: int, length: int, windows: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, seed_of(name), epoch, length]).permutation(windows)
-
-
-def seed_of(name: str) -> int:
-    """A seed of a domain's own."""
-    return int.from_bytes(name.encode(), "little") % 2**32
+    its_own = int.from_bytes(name.encode(), "little") % 2**32
+    return np.random.default_rng([seed, its_own, epoch, length]).permutation(windows)
 
 
 def held_out_batches(domains: Iterable[Domain], rows: int, length: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a kind of head gives to training, the kinds that read features, and `lm`, a small causal LM."""
+"""What a kind of head gives to training, and the kinds that read features."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import MASKED_KINDS, SHAPES, TargetParts, save_head, shape_of
 from coppice.heads.layers import HeadConfig
 from coppice.training.answers import TargetAnswers
-from coppice.training.data import copy_tokenizer, held_out_batches
+from coppice.training.data import held_out_batches
 from coppice.training.losses import (
     LOSSES,
     HeadLoss,
@@ -41,15 +39,6 @@ HEAD = "head.json"
 """in a run's work folder: configuration and draft vocabulary"""
 LEAST_SIZE = 1e-6
 """of a feature: smaller ones are as good as none"""
-SHARD_SIZE = "40MB"
-LM_SIZES = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 384,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 
 
 @dataclass(frozen=True)
@@ -280,64 +269,3 @@ def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
     """Return the (size,) ids that are most frequent in the answers, ascending."""
     counts = torch.bincount(answers.ids(), minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
-
-
-def build_llama(seed: int, **sizes: int) -> LlamaForCausalLM:
-    """Make a fresh Llama in float32 whose blocks start as the identity (zero output projections).
-
-    sizes: fields of LlamaConfig. Id 0 begins, ends and pads texts.
-    """
-    config = LlamaConfig(
-        **sizes,  # type: ignore[arg-type]
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                p.zero_()
-            elif p.ndim == 2 and ".layers." in name:
-                nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    model.train()
-    return model
-
-
-class LanguageModelInTraining(HeadInTraining):
-    """A small causal Llama over the target's vocabulary that learns its distributions on its own answers.
-
-    Its embeddings start as the main components of the target's.
-    """
-
-    output: Tensor
-
-    def __init__(self, config: TrainingConfig, sizes: Mapping[str, int] = LM_SIZES) -> None:
-        super().__init__()
-        self.target = config.target
-        parts = TargetParts(config.target)
-        wide, positions = parts.embedding.float(), parts.config.max_position_embeddings
-        shape = {**sizes, "vocab_size": len(wide), "max_position_embeddings": positions}
-        self.model: Any = build_llama(config.seed, **shape)
-        with torch.no_grad():
-            left, strength, _ = torch.linalg.svd(wide - wide.mean(0), full_matrices=False)
-            width = min(sizes["hidden_size"], len(strength))
-            start = left[:, :width] * strength[:width]
-            self.model.model.embed_tokens.weight[:, :width] = start * (0.02 / start.std().clamp_min(1e-8))
-        self.register_buffer("output", parts.output.float(), persistent=False)
-
-    def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats to the target's distributions at T = 1."""
-        answer = answers.read(rows)
-        with torch.no_grad():
-            taught = (answer.final @ self.output.T).float().softmax(-1)
-        logits = self.model(input_ids=answer.ids, use_cache=False).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), taught.flatten(0, 1))
-
-    def export(self, folder: Path) -> None:
-        """Write a model folder with the target's tokenizer."""
-        self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZE)
-        copy_tokenizer(self.target, folder)

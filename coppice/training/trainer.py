@@ -228,18 +228,16 @@ class Trainer:
         return total
 
     @torch.no_grad()
-    def _held_out_loss(self, rows: Tensor) -> float:
-        with autocast(self.device):
-            parts = torch.split(rows.to(self.device), max(1, MICRO_TOKENS // rows.shape[1]))
-            return sum(float(self.model.held_out_loss(self.answers, part)) * len(part) / len(rows) for part in parts)
-
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
-        counters, batches = self.counters, held_out_batches(self.domains, EVAL_ROWS, self.recipe.length)
-        counters.held_out = {name: self._held_out_loss(rows[:, :-1]) for name, rows in batches.items()}
-        weights = {domain.name: domain.weight for domain in self.domains if domain.name in batches}
-        mean = sum(counters.held_out[name] * w for name, w in weights.items()) / sum(weights.values())
+        counters, length = self.counters, self.recipe.length
         with autocast(self.device):
+            for name, rows in held_out_batches(self.domains, EVAL_ROWS, length).items():
+                parts = torch.split(rows[:, :-1].to(self.device), max(1, MICRO_TOKENS // length))
+                losses = (float(self.model.held_out_loss(self.answers, part)) * len(part) for part in parts)
+                counters.held_out[name] = sum(losses) / len(rows)
             measured = self.model.figures()
+        weights = {domain.name: domain.weight for domain in self.domains if domain.name in counters.held_out}
+        mean = sum(counters.held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         score = -measured[self.model.best_by] if self.model.best_by else mean
         if score < counters.best:
             counters.best, counters.best_tokens = score, counters.tokens

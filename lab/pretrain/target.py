@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -11,11 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coppice.training.data import END_OF_TEXT, Corpus, Domain, copy_tokenizer, load_tokenizer, read_corpora
-from coppice.training.heads import SHARD_SIZE, HeadInTraining, TrainingConfig, build_llama
+from coppice.training.data import END_OF_TEXT, Corpus, Domain, load_tokenizer, read_corpora
+from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.trainer import Recipe, Trainer
 
 SIZES = {
@@ -102,13 +103,20 @@ def _tokenizer_text(corpus: Corpus) -> list[str]:
 
 
 class TargetInTraining(HeadInTraining):
-    """A Llama that learns the next token."""
+    """A Llama that learns the next token. Its blocks start as the identity: zero output projections."""
 
     def __init__(self, config: TrainingConfig) -> None:
         """`config.target` is the folder of the tokenizer."""
         super().__init__()
-        self.model: Any = build_llama(config.seed, **config.shape)
         self.tokenizer = config.target
+        shape: dict[str, Any] = {**config.shape, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}
+        torch.manual_seed(config.seed)
+        self.model: Any = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).train()
+        for name, weight in self.model.model.layers.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(weight)
+            elif weight.ndim == 2:
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def loss(self, texts: Any, rows: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of the tokens behind (B, T) positions."""
@@ -118,8 +126,9 @@ class TargetInTraining(HeadInTraining):
 
     def export(self, folder: Path) -> None:
         """Write a model folder with the tokenizer."""
-        self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=SHARD_SIZE)
-        copy_tokenizer(self.tokenizer, folder)
+        self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40MB")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(self.tokenizer / name, folder / name)
 
 
 def target_run(

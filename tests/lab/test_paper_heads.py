@@ -16,12 +16,14 @@ from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head, with_tree_shape
+from coppice.heads.checkpoints import TargetParts, save_head
 from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.head_contract import HeadContract
 from coppice.testing.reference import Reference
+from coppice.training.heads import build_student, head_config
 from coppice.training.losses import Targets
 from lab.cli import app as bench
 from lab.paper.heads import prior
@@ -42,7 +44,7 @@ from tests.unit.test_feature_heads import (
 )
 from tests.unit.test_feature_training import check_last_block, check_learning, trained_states
 from tests.unit.test_head_commands import head as trained
-from tests.unit.test_head_commands import place, untrained
+from tests.unit.test_head_commands import place
 
 __all__ = ["place"]
 
@@ -169,9 +171,10 @@ def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) 
     """A stack of real processes with a head that `coppice train head` made, and two untrained: the target's texts."""
     folder = trained(place, "parallelspec")
     assert "--kind parallelspec" in (folder / "README.md").read_text()
-    heads = [HeadSpec("parallelspec", "parallelspec", folder)]
+    heads, parts = [HeadSpec("parallelspec", "parallelspec", folder)], TargetParts(place / "target")
     for kind in ("medusa", "falcon"):
-        untrained(kind, place / "target", tmp_path / kind)
+        config = head_config(kind, parts, parts.vocab_size)
+        save_head(tmp_path / kind, build_student(config, parts, torch.arange(parts.vocab_size), 0).model, config)
         heads.append(HeadSpec(kind, kind, tmp_path / kind))
     patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
     threads: dict[str, Any] = {"verifier_threads": 1, "drafter_threads": 1, "extra": patient}

@@ -1,4 +1,4 @@
-"""Training on real, tiny models: exact resumption, workers, and a target and its head from end to end."""
+"""Training on real, tiny models: exact resumption, and a target from end to end."""
 
 import os
 import random
@@ -11,27 +11,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.training import trainer
-from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import command_line
-from coppice.training.heads import LanguageModelInTraining, TrainingConfig
-from coppice.training.trainer import Recipe, Trainer
+from coppice.training.trainer import Recipe
 from lab.pretrain.target import HOW, target_run
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
-LM_SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-SIZES = LM_SIZES | {
+SIZES = {
     "vocab_size": 300,
     "hidden_size": 32,
     "num_hidden_layers": 2,
-    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "head_dim": 16,
     "max_position_embeddings": 128,
 }
 
@@ -73,7 +65,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
+def test_a_target_is_trained_and_exported(text: Path, tmp_path: Path) -> None:
     lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
     command = command_line("target", lines, {"out": out.name, "tokens": "768"})
     run = target_run(lines, work, recipe(768), SIZES)
@@ -90,18 +82,3 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "--data 'words=texts.txt:0.5'" in card
     assert str(tmp_path) not in card
-
-    head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
-    plan = AnswerPlan(tokens=700, length=32)
-    done: list[tuple[int, int]] = []
-    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *counts: done.append(counts))
-    assert done == sorted(done)
-    assert done[0] == (0, done[-1][0])
-    assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
-    config = TrainingConfig("lm", out, answers, head_work)
-    run = Trainer(LanguageModelInTraining(config, LM_SIZES), config, recipe(512))
-    assert run.train()
-    run.export(head_out, "A head", "coppice train head")
-    head = AutoModelForCausalLM.from_pretrained(head_out)
-    assert head.config.vocab_size == model.config.vocab_size
-    assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()

@@ -23,21 +23,16 @@ H, HEADS, KV, DIM, FF, VOCAB, DRAFT, K = 32, 4, 2, 8, 48, 96, 40, 4
 
 Tensors = dict[str, Tensor]
 Made = tuple[dict[str, Any], Tensors]
-
-
-def sizes() -> dict[str, Any]:
-    return {
-        "hidden_size": H,
-        "intermediate_size": FF,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": DRAFT,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 512,
-        "rope_theta": 5e5,
-        "model_type": "llama",
-    }
+SIZES = {
+    "hidden_size": H,
+    "intermediate_size": FF,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+LLAMA = SIZES | {"draft_vocab_size": DRAFT, "rope_theta": 5e5, "model_type": "llama"}
 
 
 def random(*shape: int) -> Tensor:
@@ -69,7 +64,7 @@ def vocabulary() -> Tensors:
 
 def eagle3() -> Made:
     tensors = layer("midlayer.", 2) | {"midlayer.hidden_norm.weight": torch.ones(H), "fc.weight": random(H, 3 * H)}
-    return sizes() | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, tensors | vocabulary()
+    return LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, tensors | vocabulary()
 
 
 def eagle3_of_speculators() -> Made:
@@ -102,29 +97,22 @@ def specblock() -> Made:
         "rank_head.0.weight": random(256, H + 15),
         "rank_head.2.weight": random(4, 256),
     }
-    return sizes() | {"num_hidden_layers": 2, "diffspec_draft_token_num": K, "rank_classes": 4}, tensors
+    return LLAMA | {"num_hidden_layers": 2, "diffspec_draft_token_num": K, "rank_classes": 4}, tensors
 
 
 LAYERS, DEPTH, BLOCK, MASK, RANK, IDS = 8, 2, 6, 90, 16, [-1, 2, 4, 5]
-QWEN3 = {
+QWEN3: dict[str, Any] = SIZES | {
     "model_type": "qwen3",
     "attention_bias": False,
     "head_dim": DIM,
     "hidden_act": "silu",
-    "hidden_size": H,
-    "intermediate_size": FF,
     "layer_types": ["full_attention"] * DEPTH,
-    "max_position_embeddings": 512,
-    "num_attention_heads": HEADS,
     "num_hidden_layers": DEPTH,
-    "num_key_value_heads": KV,
-    "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
     "sliding_window": None,
     "tie_word_embeddings": False,
     "use_cache": True,
     "use_sliding_window": False,
-    "vocab_size": VOCAB,
 }
 MARKOV = {
     "markov_rank": RANK,
@@ -308,6 +296,7 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("EAGLE-3", put("rope_scaling", {"type": "su", "factor": 2.0}), "unknown type 'su'"),
         ("EAGLE-3", put("rope_scaling", {"type": "linear"}), "Missing required keys.*'factor'"),
         ("EAGLE-3", put("rope_parameters", {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        ("EAGLE-3", put("rope_parameters", {"full_attention": LINEAR}), "rope_parameters of several kinds of layers"),
         (
             "EAGLE-3",
             lambda c, t: c.update(rope_scaling=LINEAR, rope_parameters={"rope_type": "linear", "factor": 2.0}),

@@ -68,7 +68,6 @@ def honest(answers: list[Answer]) -> float:
     ("changes", "share"),
     [
         ({"target_layer_ids": [2, 10, 17]}, 0.995),  # one further each: few tokens are lost, as others found too
-        ({"target_layer_ids": [9, 1, 16]}, 0.995),
         ({"is_causal": True}, 0.995),
         ({"sample_from_anchor": False}, 0.93),
         ({"mask_token_id": 11}, 0.96),
