@@ -48,7 +48,6 @@ MAX_DEADLINE_NS = 600 * 10**9
 CHUNK_BYTES = 1 << 20  # of features or weights in one message
 HASH_BYTES = 32
 MAX_PROMPT_CHARS = 1 << 20  # of a text prompt, a conversation or a prediction
-MAX_WEIGHTS_BYTES = 4 << 30  # of a file of new weights for a head
 NEW_TOKENS = 256  # of an answer whose request does not say
 MESSAGE_BYTES = 64 << 20  # of a gRPC message
 REQUEST_BYTES = (1 << 20) + 5 * MAX_CONTEXT  # of a client's message: 1 MiB of text and the longest context's ids

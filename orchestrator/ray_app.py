@@ -77,8 +77,6 @@ class Pool(FrontDoor):
                 raise ValueError("min_replicas: is of use with max_replicas only")
         elif self.replicas is not None:
             raise ValueError("replicas: max_replicas says that the number is not fixed")
-        elif self.max_replicas < self.min_replicas:
-            raise ValueError("max_replicas: is below min_replicas")
         return self
 
 

@@ -87,19 +87,8 @@ def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHe
     It holds the tensors that differ, as float32 whatever they were computed in.
     """
     file = save({name: torch.from_numpy(float_bytes(weights.tensors[name])) for name in weights.differing(parent)})
-    cuts = range(0, len(file), CHUNK_BYTES)
-    parts = [WeightsPart(number, file[start : start + CHUNK_BYTES]) for number, start in enumerate(cuts)]
-    header = WeightsHeader(
-        head=head,
-        version=weights.version,
-        parent=parent.version,
-        parent_hash=parent.hash,
-        weights_hash=weights.hash,
-        sha256=hashlib.sha256(file).digest(),
-        size=len(file),
-        parts=len(parts),
-    )
-    return header, parts
+    parts = [WeightsPart(file[start : start + CHUNK_BYTES]) for start in range(0, len(file), CHUNK_BYTES)]
+    return WeightsHeader(head, weights.version, parent.version, parent.hash, weights.hash), parts
 
 
 def variant_name(variant: int, name: str) -> str:

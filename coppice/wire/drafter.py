@@ -124,9 +124,9 @@ class HeadDescription:
 
 @carried_by(drafter.WeightsHeader)
 class WeightsHeader:
-    """Announces a safetensors file of `size` bytes in `parts` parts: new values of some of `parent`'s tensors.
+    """Announces a safetensors file: new values of some of `parent`'s tensors.
 
-    Hashes are SHA-256: of the parent's weights, of the weights afterwards, and of the file.
+    Hashes are SHA-256: of the parent's weights, and of the weights afterwards.
     """
 
     head: PlainName
@@ -134,16 +134,12 @@ class WeightsHeader:
     parent: Version
     parent_hash: Hash
     weights_hash: Hash
-    sha256: Hash
-    size: int
-    parts: int
 
 
 @carried_by(drafter.WeightsPart)
 class WeightsPart:
-    """The `number`th piece of the file."""
+    """The next piece of the file."""
 
-    number: int
     data: Annotated[bytes, Length(1, limits.CHUNK_BYTES)]
 
 
@@ -165,6 +161,7 @@ draft_response_to_wire = _RESPONSE.to_wire
 head_to_wire: Callable[[HeadDescription], drafter.DescribeHeadResponse] = codec(HeadDescription).to_wire
 read_head = codec(HeadDescription).read
 weights_to_wire = _WEIGHTS.to_wire
+read_weights = _WEIGHTS.read
 synced_to_wire: Callable[[WeightsSynced], drafter.SyncWeightsResponse] = codec(WeightsSynced).to_wire
 read_synced = codec(WeightsSynced).read
 
@@ -198,15 +195,6 @@ def _check_followed(field: str, features: Features | None) -> None:
     """Raise InvalidField for inline rows: they come from the verifier's session that a client names."""
     if features is not None and features.inline is not None:
         raise InvalidField(field, "holds rows; name the session of a verifier to follow")
-
-
-def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> WeightsHeader | WeightsPart:
-    """Message to a header or a part; `most_bytes` bounds the file."""
-    piece = _WEIGHTS.read(message)
-    if isinstance(piece, WeightsHeader):
-        limits.check_range("header.size", piece.size, 1, most_bytes)
-        limits.check_range("header.parts", piece.parts, 1, piece.size)
-    return piece
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> bytes:

@@ -196,7 +196,7 @@ class Replicas:
         except CoppiceError as error:
             self._note(link, f"refused version {pushed.version}: {error}")
             return
-        log.info("pushed", replica=link.address, version=synced.version, bytes=header.size)
+        log.info("pushed", replica=link.address, version=synced.version, bytes=sum(len(part.data) for part in parts))
         await self._describe(link)
 
     def _note(self, link: DrafterLink, trouble: str) -> None:

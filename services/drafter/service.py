@@ -17,7 +17,7 @@ from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.heads.registry import served_head
-from coppice.limits import MAX_WEIGHTS_BYTES, Limits
+from coppice.limits import Limits
 from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer
 from coppice.rpc.directory import directory
@@ -142,12 +142,12 @@ class DrafterServicer:
         while (part := await self._next(messages)) is not None:
             if not isinstance(part, WeightsPart):
                 raise InvalidField("kind", "every message but the first is part")
-            await asyncio.to_thread(staging.add, part)  # hashing it would hold up the deltas of every session
+            await asyncio.to_thread(staging.add, part)  # the disk would hold up the deltas of every session
         prepared = await asyncio.to_thread(staging.prepare)  # beside the drafts
         swap_ns, old = await worker.run(partial(staging.swap, *prepared))  # between two of them
         await asyncio.to_thread(old.clear)  # freeing them takes a while
         took = round(time.perf_counter() - began, 3)
-        log.info("weights in use", version=header.version, bytes=header.size, took_s=took, swap_us=swap_ns // 1000)
+        log.info("weights in use", version=header.version, bytes=staging.size, took_s=took, swap_us=swap_ns // 1000)
         return WeightsSynced(header.version, header.weights_hash, swap_ns)
 
     async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
@@ -157,7 +157,7 @@ class DrafterServicer:
                 message = await self._waits.next(messages)
         except TimeoutError:
             raise Unavailable(f"no part for {PART_S:g} s") from None
-        return None if message is None else drafter.read_weights(message, MAX_WEIGHTS_BYTES)
+        return None if message is None else drafter.read_weights(message)
 
     async def _drop(self, messages: AsyncIterator[Any]) -> None:
         """Read what still comes. A sender whose write fails reports that, and not the status that we end with."""

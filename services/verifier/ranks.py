@@ -127,14 +127,8 @@ def join(settings: VerifierSettings, rank: int, port: int, listener: socket.sock
 
 def load(settings: VerifierSettings) -> Engine:
     """A rank's engine; all ranks load at once. Raises what `load_engine` does."""
-    return load_engine(
-        settings.target,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_tokens=settings.kv_tokens,
-        ranks=settings.ranks,
-        invariant=settings.invariant,
-    )
+    options = settings.model_dump(include={"device", "dtype", "kv_tokens", "ranks", "invariant"})
+    return load_engine(settings.target, **options)
 
 
 def follow(engine: Engine) -> None:

@@ -195,11 +195,10 @@ def syncing(pushes: Sequence[Push]) -> Says:
         if random.random() < 0.5:
             push = push.with_file(_another_file(random, push.file))
         size = random.choice((CHUNK_BYTES, CHUNK_BYTES, 1 + len(push.file) // 3))
-        parts = [push.file[at : at + size] for at in range(0, len(push.file), size)]
         version = 10 + int(name.rpartition("-")[2])
-        yield weights_to_wire(push.announcing(version=version, parts=len(parts)).header), False
-        for number, data in enumerate(parts):
-            yield weights_to_wire(WeightsPart(number, data)), False
+        yield weights_to_wire(push.announcing(version=version).header), False
+        for at in range(0, len(push.file), size):
+            yield weights_to_wire(WeightsPart(push.file[at : at + size])), False
 
     return says
 

@@ -60,7 +60,7 @@ class Drafter:
         return head_to_wire(HeadDescription(HEAD, "specblock", 6, live.version, weights_hash=live.hash))
 
     async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        header = read_weights(await anext(requests), 1 << 30)
+        header = read_weights(await anext(requests))
         assert isinstance(header, WeightsHeader)
         self.parents.append(header.parent)
         return await self.take(header, requests)
@@ -68,7 +68,7 @@ class Drafter:
     async def take(self, header: WeightsHeader, requests: AsyncIterator[Any]) -> Any:
         staging = Staging(header, Case(HEAD, FIRST, self.live).holder)
         async for message in requests:
-            staging.add(read_weights(message, 1 << 30))  # type: ignore[arg-type]
+            staging.add(read_weights(message))  # type: ignore[arg-type]
         self.live = staging.finish()
         return synced_to_wire(WeightsSynced(self.live.version, self.live.hash))
 

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.limits import MAX_WEIGHTS_BYTES, Limits
+from coppice.limits import Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
@@ -32,7 +32,7 @@ FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**53 - 1, deadl
 PENALTIES: Any = {"repetition_penalty": 1.3, "frequency_penalty": -0.5, "presence_penalty": 0.75}
 DRAWS: Any = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "logit_bias": {99: -100.0, 3: 2.5}}
 SAMPLING = SamplingParams(**PENALTIES, **DRAWS, seed=2**64 - 1)
-WEIGHTS = drafter.WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32, b"\2" * 32, 2**31, 2048)
+WEIGHTS = drafter.WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32)
 TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0, -2.5], np.float32))
 ROW = Row(np.array([3, 9]), np.array([math.log(0.3), math.log(0.7)]), np.array([-2.5, -0.25], np.float32))
 REJECTION = Rejection(14, 2, 9)
@@ -78,7 +78,7 @@ FED = (
 )
 DRAFT = drafter.draft_request_to_wire, read_draft
 DELTA = drafter.draft_response_to_wire, drafter.read_draft_response
-PUSH = drafter.weights_to_wire, lambda message: drafter.read_weights(message, MAX_WEIGHTS_BYTES)
+PUSH = drafter.weights_to_wire, drafter.read_weights
 ASK = generation.request_to_wire, read_request
 ANSWER = generation.response_to_wire, generation.read_response
 
@@ -118,7 +118,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     "draft step": (DraftStep(FENCE, 99, 64, Advance([4, 5], BY_REF, REJECTION)), *DRAFT),
     "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), *DRAFT),
     "weights header": (WEIGHTS, *PUSH),
-    "weights part": (drafter.WeightsPart(3, b"abc"), *PUSH),
+    "weights part": (drafter.WeightsPart(b"abc"), *PUSH),
     "weights synced": (drafter.WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
     "delta": (TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5, (3, 0, limits.MAX_CONTEXT), (2, 0, 1)), *DELTA),
     "empty delta": (TreeDelta(FENCE, DraftTree.empty(), False), *DELTA),
@@ -216,13 +216,13 @@ OF_THE_WHOLE_MESSAGE = {"Started", "Chunk", "StepTree", "Finished", "GenerateTim
 """Answers of a server that the client chose: the bytes of the message are their bound"""
 ELSEWHERE = {
     # any value means something, or is compared with the one that is right
-    *("Fence.committed_hash", "OpenSession.stop_ids", "OpenSession.feature_layers", "WeightsPart.number"),
+    *("Fence.committed_hash", "OpenSession.stop_ids", "OpenSession.feature_layers"),
     # below the vocabulary's width
     *("OpenSession.ids", "OpenDraft.ids", "OpenDraft.prediction", "Advance.ids", "GenerateRequest.resume_ids"),
     *("VerifyStep.root", "DraftStep.root", "Commit.ids"),
     # by other fields, or by the deployment's limits
     *("OpenSession.max_len", "OpenSession.prompt_tokens", "OpenSession.min_len", "VerifyStep.q_rows"),
-    *("TreeDelta.q_rows", "Features.inline", "WeightsHeader.size", "WeightsHeader.parts", "GenerateRequest.text"),
+    *("TreeDelta.q_rows", "Features.inline", "GenerateRequest.text"),
     *("GenerateRequest.prediction_text", "GenerateRequest.max_new_tokens", "GenerateRequest.accept_rule"),
     *("ChatMessage.content", "ChatMessage.name", "ChatMessage.reasoning_content"),
 }
@@ -385,8 +385,6 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta", "delta.q_rows", b"123", "delta.q_rows"),
     ("delta", "delta.predicted", [1], "delta.predicted"),
     ("delta", "delta.made", [200], "delta.made"),
-    ("weights header", "header.size", 2**32 + 1, "header.size"),
-    ("weights header", "header.parts", 0, "header.parts"),
     *(("request of ids", f"{name}.ids", MANY, name) for name in ("ids", "prediction_ids")),
     ("request of ids", "ids.ids", [], "ids"),
     ("request of ids", "ids.ids", [VOCAB], "ids"),
