@@ -115,8 +115,8 @@ TIMED = (*ASKED, "methods", "temperatures", "budgets", "max_new_tokens")
 def run(options: Options) -> None:
     """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
 
-    Methods are policies (route:A/B between the heads named), head names, hf-generate, hf-assisted and hf-lookup; by
-    default plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked. With --json the same
+    Methods are policies (route:A/B between the heads named), head names, hf-generate and hf-lookup; by default
+    plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked. With --json the same
     command goes on with a run that was broken off.
 
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted

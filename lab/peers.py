@@ -105,16 +105,16 @@ def serving(command: Sequence[str], log: Path) -> Iterator[str]:
     address, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
     with (
         log.open("wb") as output,
-        subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output) as process,
+        subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output) as it,
     ):
         try:
             while not _healthy(address):
-                if process.poll() is not None or time.monotonic() > until:
+                if it.poll() is not None or time.monotonic() > until:
                     raise Unavailable(f"llama-server did not start: {log.read_text(errors='replace')[-600:]}")
                 time.sleep(POLL_S)
             yield address
         finally:
-            process.terminate()
+            it.terminate()
 
 
 def _healthy(address: str) -> bool:
@@ -124,36 +124,14 @@ def _healthy(address: str) -> bool:
         return False
 
 
-@contextmanager
-def llamas(bench: Bench, peers: Sequence[str], built: tuple[Path, Path], context: int) -> Iterator[dict[str, Ask]]:
-    """Ways to ask a llama-server each; weights are converted for this run, and lie in memory once."""
-    server, script = built
-    target, dtype, threads = bench.stack.spec.target, bench.report.dtype, str(bench.report.threads)
-    common = ["-c", str(context), "-np", "1", "-t", threads, "-tb", threads, "-td", threads, "--cache-ram", "0"]
-    common += ["-ctk", TYPES[dtype], "-ctv", TYPES[dtype]]
-    with tempfile.TemporaryDirectory(prefix="coppice-") as made, ExitStack() as running:
-        work, ways = Path(made), dict[str, Ask]()
-        weights = convert(script, target, dtype, work / "target.gguf")
-        for number, peer in enumerate(peers):
-            kind, _, draft = peer.partition(":")
-            mode = ["--spec-type", kind, *NGRAMS.get(kind, ())] if peer != LLAMA else []
-            if draft:
-                model = convert(script, Path(draft), dtype, work / f"{number}.gguf", "--target-model-dir", target)
-                mode += ["-md", str(model), "--spec-draft-n-max", "8"]
-            command = [str(server), "-m", str(weights), *common, *mode]
-            address = running.enter_context(serving(command, work / f"{number}.log"))
-            ways[peer] = asking(address, bench.options.max_new_tokens, min_p=0.0, cache_prompt=False)
-        yield ways
-
-
 def asking(address: str, new_tokens: int, **options: Any) -> Ask:
     """The way that asks a server with these fields of a body, one prompt at a time, past end-of-text ids too."""
     anew = httpx.Limits(max_keepalive_connections=0)  # llama-server closes what lies idle, without a word
     client = httpx.Client(base_url=address, timeout=ANSWER_S, limits=anew)
+    body = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "top_k": 0, "top_p": 1.0, **options}
 
     def ask(prompts: Sequence[Ids], sampling: SamplingParams) -> list[Completion]:
-        own = {"temperature": sampling.temperature, "seed": sampling.seed, "top_k": 0, "top_p": 1.0}
-        own |= {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, **options}
+        own = body | {"temperature": sampling.temperature, "seed": sampling.seed}
         return [_streamed(client, own | {"prompt": prompt}) for prompt in prompts]
 
     return ask
@@ -204,12 +182,27 @@ def run_peers(
     built: tuple[Path, Path],
     journal: Journal,
 ) -> None:
-    """As `run_methods`, with every mode of llama.cpp beside our methods."""
-    new_tokens, address = bench.options.max_new_tokens, f"http://{bench.stack.orchestrator.http}"
+    """As `run_methods`, beside a llama-server for every mode; weights are converted for this run, once."""
+    (server, script), target, new_tokens = built, bench.stack.spec.target, bench.options.max_new_tokens
+    dtype, threads, theirs = bench.report.dtype, str(bench.report.threads), dict[str, Ask]()
     context = max(question.longest(new_tokens) for question in (*questions, *warm_up)) + 128
-    with llamas(bench, modes, built, context) as theirs:
+    common = ["-c", str(context), "-np", "1", "-t", threads, "-tb", threads, "-td", threads, "--cache-ram", "0"]
+    common += ["-ctk", TYPES[dtype], "-ctv", TYPES[dtype]]
 
-        def way(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask:
-            return theirs.get(method) or asking(address, new_tokens, policy=method, budget=cell.budget)
+    def way(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask:
+        ours = f"http://{bench.stack.orchestrator.http}"
+        return theirs.get(method) or asking(ours, new_tokens, policy=method, budget=cell.budget)
 
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder, ExitStack() as running:
+        work = Path(folder)
+        weights = convert(script, target, dtype, work / "target.gguf")
+        for number, peer in enumerate(modes):
+            kind, _, draft = peer.partition(":")
+            mode = ["--spec-type", kind, *NGRAMS.get(kind, ())] if peer != LLAMA else []
+            if draft:
+                model = convert(script, Path(draft), dtype, work / f"{number}.gguf", "--target-model-dir", target)
+                mode += ["-md", str(model), "--spec-draft-n-max", "8"]
+            command = [str(server), "-m", str(weights), *common, *mode]
+            address = running.enter_context(serving(command, work / f"{number}.log"))
+            theirs[peer] = asking(address, new_tokens, min_p=0.0, cache_prompt=False)
         run_methods(bench, (*methods, *modes), cells, questions, warm_up, journal, way, judged_by_text)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise, product
+from itertools import pairwise
 from operator import eq
 from typing import Any
 
@@ -29,19 +29,12 @@ from lab.questions import Question
 from lab.report import Report, Row, exactness_checks, make_row, short, verdicts_of
 from lab.steps import FORWARDS, costs, parts_of
 
-HF_GENERATE, HF_ASSISTED, HF_LOOKUP, LLAMA = "hf-generate", "hf-assisted", "hf-lookup", "llama.cpp"
+HF_GENERATE, HF_LOOKUP, LLAMA = "hf-generate", "hf-lookup", "llama.cpp"
 BASELINES = (HF_GENERATE, LLAMA)
 """others' plain decoding"""
-PEERS = (HF_GENERATE, HF_ASSISTED, HF_LOOKUP)
-DRAFTING: dict[str, tuple[dict[str, float], ...]] = {
-    HF_GENERATE: ({},),
-    HF_ASSISTED: tuple(
-        {"num_assistant_tokens": tokens, "assistant_confidence_threshold": confidence}
-        for tokens, confidence in product((2, 4, 8), (0.0, 0.4))
-    ),
-    HF_LOOKUP: tuple({"prompt_lookup_num_tokens": tokens} for tokens in (2, 4, 8)),
-}
-"""how much a peer drafts, in transformers' own words: the fastest on the first prompts is taken"""
+PEERS = (HF_GENERATE, HF_LOOKUP)
+LOOKED_UP = (2, 4, 8)
+"""tokens that transformers drafts, of which the number that is fastest on the first prompts is taken"""
 TUNING_PROMPTS = 2
 ALL, STEADY = "all", "not looping"
 """the sets of all answers and of those that do not repeat themselves, beside the benchmarks"""
@@ -64,8 +57,6 @@ def methods_of(names: Sequence[str] | None, heads: Sequence[HeadSpec], sessions:
     for method in methods:
         if method in PEERS and 1 not in sessions:
             raise InvalidField("methods", f"{method} answers one prompt at a time, not {sessions[0]} sessions")
-        if method == HF_ASSISTED and not any(head.kind == "lm" for head in heads):
-            raise InvalidField("methods", f"{HF_ASSISTED} needs a head of kind lm to draft with")
     return methods
 
 
@@ -248,16 +239,14 @@ def way_of(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask
     new_tokens = bench.options.max_new_tokens
     if method not in PEERS:
         return asking(bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
-    small = next((head.path for head in bench.stack.spec.heads if head.kind == "lm"), None)
-    assistant = small if method == HF_ASSISTED else None
 
-    def ask(settings: dict[str, float], several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
-        return [bench.reference.generate(ids, new_tokens, how, assistant, settings) for ids in several]
+    def ask(drafted: int | None, several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
+        return [bench.reference.generate(ids, new_tokens, how, prompt_lookup_num_tokens=drafted) for ids in several]
 
-    def tokens_per_s(settings: dict[str, float]) -> float:
-        return statistics.fmean(answer.tokens_per_s for answer in ask(settings, prompts, sampling_of(cell)))
+    def tokens_per_s(drafted: int) -> float:
+        return statistics.fmean(answer.tokens_per_s for answer in ask(drafted, prompts, sampling_of(cell)))
 
-    return partial(ask, max(DRAFTING[method], key=tokens_per_s))
+    return partial(ask, max(LOOKED_UP, key=tokens_per_s) if method == HF_LOOKUP else None)
 
 
 def measure(

@@ -128,52 +128,30 @@ class Plan:
         return random.Random(seed).choices(range(self.vocab_size), k=count)  # noqa: S311
 
 
-class Bare:
-    """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
-
-    def __init__(self, spec: StackSpec, room: int, kv_tokens: int) -> None:
-        """The heads have room for so many tokens of sessions; the target for `kv_tokens`."""
-        settings = spec.settings()
-        verifier = settings.verifier
-        self._threads, self._drafter_threads = verifier.threads, settings.drafter.threads
-        self.engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
-        shared = settings.drafter.model_copy(update={"target": str(spec.target), "kv_tokens": room})
-        self._heads: dict[str, Head] = {}
-        for head in spec.heads:
-            own = {"name": head.name, "kind": head.kind, "path": str(head.path)}
-            self._heads[head.name] = served_head(shared.model_copy(update=own))
-
-    def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
-        """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
-        self.engine.timing(rows, sessions=sessions, context=context, repeats=3)  # warm-up
-        return self.engine.timing(rows, sessions=sessions, context=context) / 1e6
-
-    def draft_ms(
-        self, name: str, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int = 1
-    ) -> tuple[float, float]:
-        """Median milliseconds of one head's greedy drafts along a recorded answer, of so many sessions at once: of its
-        forwards alone, and with the tree. Features are zeros, which cost as much.
-        """
-        head, text, keys, took = self._heads[name], [*prompt, *answer], range(sessions), []
-        torch.set_num_threads(self._drafter_threads or torch.get_num_threads())
-        opening = OpenDraft("", list(prompt), GREEDY, features=head.blank_features(0, len(prompt)))
+def draft_ms(
+    head: Head, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int
+) -> tuple[float, float]:
+    """Median milliseconds of a head's greedy drafts along a recorded answer, of so many sessions at once: of its
+    forwards alone, and with the tree. Features are zeros, which cost as much.
+    """
+    text, keys, took = [*prompt, *answer], range(sessions), []
+    opening = OpenDraft("", list(prompt), GREEDY, features=head.blank_features(0, len(prompt)))
+    for key in keys:
+        for _ in head.open(key, opening):
+            pass
+    for at in range(len(prompt), len(text), STRIDE):
+        jobs = [DraftJob(key, text[at], at, budget, GREEDY) for key in keys]
+        before, began = head.forward_ns, time.perf_counter_ns()
+        for _ in head.draft(jobs):
+            pass
+        took.append((head.forward_ns - before, time.perf_counter_ns() - began))
+        ids = text[at : at + STRIDE]
         for key in keys:
-            for _ in head.open(key, opening):
-                pass
-        for at in range(len(prompt), len(text), STRIDE):
-            jobs = [DraftJob(key, text[at], at, budget, GREEDY) for key in keys]
-            before, began = head.forward_ns, time.perf_counter_ns()
-            for _ in head.draft(jobs):
-                pass
-            took.append((head.forward_ns - before, time.perf_counter_ns() - began))
-            ids = text[at : at + STRIDE]
-            for key in keys:
-                head.advance(key, Advance(ids, head.blank_features(at, len(ids))))
-        for key in keys:
-            head.close(key)
-        torch.set_num_threads(self._threads or torch.get_num_threads())
-        forward_ns, total_ns = np.median(took, axis=0)
-        return float(forward_ns) / 1e6, float(total_ns) / 1e6
+            head.advance(key, Advance(ids, head.blank_features(at, len(ids))))
+    for key in keys:
+        head.close(key)
+    forward_ns, total_ns = np.median(took, axis=0)
+    return float(forward_ns) / 1e6, float(total_ns) / 1e6
 
 
 def run_synthetic(options: Options) -> None:
@@ -188,14 +166,14 @@ def run_synthetic(options: Options) -> None:
 
 
 def measure(plan: Plan) -> None:
-    """Add forwards beside the roofline, bare times, steps of the services, and transformers' own decoding to the
-    report.
+    """Add to the report what a shape costs: bare forwards, beside the roofline, and drafts; the steps that they make;
+    steps of the services at one session, if that is measured; and transformers' own decoding.
     """
-    report, rows = plan.report, sorted({1, plan.options.budget + 1, *ROWS})
-    report.figures |= {"synthetic": NOTE, "shape": plan.options.shape, "budget": plan.options.budget}
+    report, budget, heads = plan.report, plan.options.budget, [head.name for head in plan.spec.heads]
+    rows = sorted({1, budget + 1, *ROWS})
+    report.figures |= {"synthetic": NOTE, "shape": plan.options.shape, "budget": budget}
     report.figures |= {"context": CONTEXT, "torch": torch.__version__}
-    answers = (1 + len(plan.spec.heads)) * (1 + ANSWERS) if 1 in plan.sessions else 0
-    with Progress("parts", 3 + answers) as progress:
+    with Progress("parts", 3 + ((1 + len(heads)) * (1 + ANSWERS) if 1 in plan.sessions else 0)) as progress:
         measure_bare(plan, rows, progress)
         lines = [
             {"sessions": str(count)} | {str(number): plan.forwards[count, number] for number in rows}
@@ -203,54 +181,59 @@ def measure(plan: Plan) -> None:
         ]
         on = f"{NOTE}\n{report.dtype}, {report.device}"
         report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", lines)
-        add_steps(plan, progress)
+        gc.collect()  # the services load the target again: the device has room for one
+        if report.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        report.rows = [step_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
+        title = f"bare forwards and drafts of a step, budget {budget}; tau from which a head pays"
+        report.add_figures("steps", title, report.rows, {"draft_share": ".0%"})
+        if 1 in plan.sessions:
+            progress.say("the services")
+            steps = measure_services(plan, progress)
+            report.add_figures("pipeline", "milliseconds a step of the services, one session", steps)
+        progress.add()
         progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
         prompt, reference = plan.ids(GENERATED, 2), reference_of(plan.spec)
-        static: Any = {"cache_implementation": "static"}
         for _ in range(3):  # the first two compile
-            answer = reference.generate(prompt, GENERATED, GREEDY, drafting=static)
+            answer = reference.generate(prompt, GENERATED, GREEDY, cache_implementation="static")
         progress.add()
     speed = (answer.new_tokens - 1) / answer.decode_s
     report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
 
 
 def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
-    """Run bare loops in this process, on the device of the spec; forwards of CELLS are set beside the roofline."""
+    """Time the target and the heads in this process, set up as services are; forwards of CELLS beside the roofline."""
     prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
-    device, most = plan.options.device, math.inf
+    device, most, settings = plan.options.device, math.inf, plan.spec.settings()
     if device.startswith("cuda"):
         most = ModelSize.of(plan.spec.target, plan.report.dtype).fit_kv(0, device, torch.cuda.mem_get_info(device)[0])
     sizes = {cell: cell[0] * (cell[1] + cell[2] + MAX_TREE_NODES) for cell in CELLS.get(device[:4], CELLS["cpu"])}
     cells = {cell: tokens for cell, tokens in sizes.items() if tokens <= most}
     room = max(plan.sessions) * (CONTEXT + NEW_TOKENS + max(rows) + 2 * MAX_TREE_NODES)
-    bare = Bare(plan.spec, room, max([room, *cells.values()]))
+    engine = load_engine(
+        plan.spec.target, device=device, dtype=plan.report.dtype, kv_tokens=max([room, *cells.values()])
+    )
+    shared = settings.drafter.model_copy(update={"target": str(plan.spec.target), "kv_tokens": room})
+    own = {head.name: {"name": head.name, "kind": head.kind, "path": str(head.path)} for head in plan.spec.heads}
+    heads = {name: served_head(shared.model_copy(update=its)) for name, its in own.items()}
     progress.say("forwards")
-    add_roofline(bare, list(cells), plan.report)
+    add_roofline(engine, list(cells), plan.report)
     for sessions in plan.sessions:
         for count in rows:
             progress.say(f"a forward of {sessions} x {count} rows")
-            plan.forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
-        for head in plan.spec.heads:
-            progress.say(f"{sessions} drafts of {head.name}")
-            plan.drafts[sessions, head.name] = bare.draft_ms(head.name, prompt, answer, plan.options.budget, sessions)
+            plan.forwards[sessions, count] = bare_ms(engine, count, CONTEXT, sessions)
+        torch.set_num_threads(settings.drafter.threads or torch.get_num_threads())
+        for name, head in heads.items():
+            progress.say(f"{sessions} drafts of {name}")
+            plan.drafts[sessions, name] = draft_ms(head, prompt, answer, plan.options.budget, sessions)
+        torch.set_num_threads(settings.verifier.threads or torch.get_num_threads())
     progress.add()
 
 
-def add_steps(plan: Plan, progress: Progress) -> None:
-    """Add the bare times of steps, and steps of the services at one session, if that is measured."""
-    report = plan.report
-    gc.collect()  # the services load the target again: the device has room for one
-    if report.device.startswith("cuda"):
-        torch.cuda.empty_cache()
-    heads = [head.name for head in plan.spec.heads]
-    report.rows = [step_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
-    title = f"bare forwards and drafts of a step, budget {plan.options.budget}; tau from which a head pays"
-    report.add_figures("steps", title, report.rows, {"draft_share": ".0%"})
-    if 1 in plan.sessions:
-        progress.say("the services")
-        steps = measure_services(plan, progress)
-        report.add_figures("pipeline", "milliseconds a step of the services, one session", steps)
-    progress.add()
+def bare_ms(engine: Engine, rows: int, context: int, sessions: int) -> float:
+    """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
+    engine.timing(rows, sessions=sessions, context=context, repeats=3)  # warm-up
+    return engine.timing(rows, sessions=sessions, context=context) / 1e6
 
 
 def step_line(plan: Plan, sessions: int, head: str = "") -> Row:
@@ -285,11 +268,11 @@ def measure_services(plan: Plan, progress: Progress) -> list[Row]:
     return lines
 
 
-def add_roofline(bare: Bare, cells: Sequence[tuple[int, int, int]], report: Report) -> None:
+def add_roofline(engine: Engine, cells: Sequence[tuple[int, int, int]], report: Report) -> None:
     """Time forwards of (sessions, rows, context), and compare them with a copy of as many bytes as they read."""
-    speed, lines = bytes_a_second(bare.engine.pool.device), []
+    speed, lines = bytes_a_second(engine.pool.device), []
     for sessions, rows, context in cells:
-        took, read = bare.forward_ms(rows, context, sessions), bytes_read(bare.engine, sessions * (context + rows))
+        took, read = bare_ms(engine, rows, context, sessions), bytes_read(engine, sessions * (context + rows))
         line = {"sessions": sessions, "rows": rows, "context": context, "ms": took, "GB read": read / 1e9}
         roofline_ms = read / speed * 1e3
         lines.append(line | {"roofline ms": roofline_ms, "over roofline": took / roofline_ms})

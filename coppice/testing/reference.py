@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -132,47 +132,29 @@ class Reference:
 
         if threads:
             torch.set_num_threads(threads)
-        self._torch, self._placed = torch, (dtype, device)
-        self.text = TargetText(target)
-        self._model = self._load(target)
-        self._assistants: dict[Path, Any] = {}
-
-    def _load(self, folder: Path) -> Any:
-        """A transformers model of the reference's dtype, on its device; its text never ends by itself."""
+        self._torch, self.text = torch, TargetText(target)
         transformers: Any = import_module("transformers")
         transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()  # assisted generation warns of its own calls
-        dtype, device = self._placed
+        transformers.logging.set_verbosity_error()  # it warns of its own calls
         load = transformers.AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=getattr(self._torch, dtype), local_files_only=True).to(device).eval()
+        self._model = load(target, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
         # What a folder's own configuration changes in greedy decoding stays. A request says how it is sampled and how
-        # long it is; None for an id means that nothing ends or pads the text (an id that pads would be hidden from an
-        # assistant wherever the text holds it).
+        # long it is; None for an id means that nothing ends or pads the text.
         unset = ("eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "min_p", *_SAMPLED_ONLY)
-        model.generation_config.update(do_sample=False, **dict.fromkeys(unset))
-        return model
+        self._model.generation_config.update(do_sample=False, **dict.fromkeys(unset))
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
         return self.generate(ids, max_new_tokens, SamplingParams())
 
-    def generate(
-        self,
-        ids: Sequence[int],
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        assistant: Path | None = None,
-        drafting: Mapping[str, float] | None = None,
-    ) -> Completion:
+    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any) -> Completion:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
-        A step is a forward behind the prefill; one that is assisted may make several tokens. What the prefill's own
-        forward made is not counted as decoded. `generate` knows of a bias and of the repetition penalty alone.
-        `assistant`: the folder of a small model that drafts; `drafting`: how much is drafted, in transformers' own
-        words.
+        A step is a forward behind the prefill; one with drafts may make several tokens. What the prefill's own forward
+        made is not counted as decoded. `generate` knows of a bias and of the repetition penalty alone. `options` are
+        its own, of drafts that it looks up and of its cache.
         """
         torch, clock = self._torch, _TokenClock()
-        options = self._drafting(assistant, drafting or {})
         if sampling.repetition_penalty is not None:
             options["repetition_penalty"] = sampling.repetition_penalty
         if sampling.logit_bias:
@@ -204,17 +186,6 @@ class Reference:
             ttft_s=first - called,
             decode_s=last - first,
         )
-
-    def _drafting(self, assistant: Path | None, drafting: Mapping[str, float]) -> dict[str, Any]:
-        """The options of a `generate` that is assisted; without an assistant it looks its drafts up."""
-        if assistant is None:
-            return dict(drafting)
-        if assistant not in self._assistants:
-            self._assistants[assistant] = self._load(assistant)
-        model = self._assistants[assistant]
-        # transformers looks for them there
-        model.generation_config.update(**drafting, num_assistant_tokens_schedule="constant")
-        return {"assistant_model": model}
 
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None

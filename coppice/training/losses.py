@@ -129,11 +129,10 @@ LOSSES: Mapping[str, dict[str, Any]] = {
 """the fields of HeadLoss that a kind of head learns by"""
 
 
-def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None, relaxed: bool = False) -> Tensor:
+def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None) -> Tensor:
     """Return (n * K, N * K + b * n * K) bool: which slots of blocks 1..b + 1 each slot of b + 1 sees, b = len(cuts).
 
-    `chosen` are the (n,) ascending rows that later blocks start from; None for all N. If `relaxed`, a slot also sees
-    the later ones of its own block.
+    `chosen` are the (n,) ascending rows that later blocks start from; None for all N.
     """
     every, last = torch.arange(rows), len(cuts)
     starts = [every, *[every if chosen is None else chosen] * last]
@@ -142,8 +141,7 @@ def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = 
     key_block = torch.cat([torch.full((len(of) * slots,), block) for block, of in enumerate(starts)])
     row, slot = key_row[key_block == last, None], key_slot[key_block == last, None]
     on_path = (row == key_row) & (key_slot < torch.tensor([*cuts, slots])[key_block])
-    if not relaxed:
-        on_path &= (key_block < last) | (key_slot <= slot)
+    on_path &= (key_block < last) | (key_slot <= slot)
     return on_path | ((key_block == 0) & (key_row < row))
 
 
@@ -213,12 +211,10 @@ class Targets:
         return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
 
 
-def walk(
-    student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int], relaxed: bool = False
-) -> Iterator[Tensor]:
+def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
     """Yield a block's (B, n, K, hidden) states behind every row, then of blocks behind the cuts of `later` rows.
 
-    Heads that draft at once have the first alone. `relaxed` is as for `visible`.
+    Heads that draft at once have the first alone.
     """
     model, rows = student.model, len(targets.rows)
     if isinstance(model, MaskedBlockModel):
@@ -227,7 +223,7 @@ def walk(
     config, stored = model.config, [list[tuple[Tensor, Tensor]]() for _ in range(model.config.num_hidden_layers)]
     condition, offset = model.condition(answer.features[:, :rows]), 0
     for block, cut in enumerate(cuts):
-        mask = visible(rows, config.slots, cuts[:block], later, relaxed).to(condition.device)
+        mask = visible(rows, config.slots, cuts[:block], later).to(condition.device)
         position = targets.rows[None] + (offset if config.block_rope_advance else 0)
         attends = [partial(attend_along, layer, mask) for layer in stored]
         token = student.embedding[targets.token(offset)]

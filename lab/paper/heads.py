@@ -1,39 +1,24 @@
 """The heads that the SpecBlock paper compares with (SpecBlock, appendix A.4), which a drafter finds as entry points.
 
 `medusa` has K independent heads on the target's features, `parallelspec` reads K mask tokens behind the prefix: both
-predict all of a draft's tokens in one forward, no slot knowing of another. `falcon` drafts in blocks as SpecBlock does.
+predict all of a draft's tokens in one forward, no slot knowing of another.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.rows import Tail
-from coppice.heads.base import DraftJob, with_tree_shape
-from coppice.heads.block_head import BlockHead
+from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
-from coppice.heads.models import BUCKETS
-from coppice.heads.tree import Blocks, BlockTree
-from lab.paper.models import (
-    FalconConfig,
-    FalconModel,
-    MedusaConfig,
-    MedusaModel,
-    ParallelSpecConfig,
-    ParallelSpecModel,
-)
-
-FIRST, OTHERS = 0.6, 0.25
-"""how often a slot's best token is the target's and how often one of its others, roughly and of no head in particular:
-between what `coppice bench paper rank` prints of two trained heads"""
+from coppice.heads.tree import BlockTree
+from lab.paper.models import MedusaConfig, MedusaModel, ParallelSpecConfig, ParallelSpecModel
 
 
 class AtOnceHead(FeatureHead):
@@ -122,45 +107,3 @@ class ParallelSpecHead(AtOnceHead):
         rope = self.model.rope(inputs.positions, self.dtype)
         states: Tensor = self.model(rows[None], rope, inputs.attends)
         return states[0]
-
-
-class StaticTree(BlockTree):
-    """A tree whose scores are those of `prior`: they follow from the ranks of tokens in their slots alone."""
-
-    def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
-        """Add what a forward predicts behind the starts, whatever scores it gives."""
-        by_rank = [[prior(len(slot)) for slot in slots] for slots in blocks.scores]
-        super().grow(blocks._replace(scores=by_rank), widths, deeper)
-
-
-class FalconHead(BlockHead):
-    """A trained Falcon drafter: the slots of a block see one another, and its tree is static.
-
-    Which nodes a tree has and where its later blocks start depends on the ranks of tokens in their slots, never on what
-    the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
-    """
-
-    kind = "falcon"
-    shape = FalconConfig, FalconModel
-
-    def __init__(self, settings: DrafterSettings) -> None:
-        super().__init__(settings, (with_tree_shape(settings).top_k,) * BUCKETS)
-        self.own = [(1 << self.slots) - 1] * self.slots
-
-    def plant(self, job: DraftJob, number: int) -> BlockTree:
-        """Return a static tree."""
-        return StaticTree(job, number, super().plant(job, number).most_starts)
-
-    def visible(self, rows: int) -> NDArray[np.bool_]:
-        """Return what a row's entries see: their own row whole."""
-        return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)
-
-
-def prior(width: int) -> list[float]:
-    """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
-
-    The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
-    earlier node.
-    """
-    chances = [FIRST, *(OTHERS / (rank * (rank + 1)) for rank in range(1, width))]
-    return [round(math.log(chance) * 1024) / 1024 for chance in chances]

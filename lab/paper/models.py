@@ -1,9 +1,7 @@
 """The drafters that the SpecBlock paper compares with, as torch modules (SpecBlock, appendix A.4).
 
 Medusa reads the target's last hidden state. Ours reads the features of the layers that it names; they are fused first,
-as EAGLE-3 does it. Falcon feeds a block with the K tokens before it. Here a block starts from one condition and one
-token, as SpecBlock's does, so that the two differ in nothing but what ties the slots of a block together, and in their
-trees.
+as EAGLE-3 does it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.layers import Attend, DraftModel, HeadConfig, Layer, Rope, norm_of
-from coppice.heads.models import BlockConfig, BlockInput, BlockModel
 
 
 class MedusaConfig(HeadConfig):
@@ -105,38 +102,3 @@ class ParallelSpecModel(DraftModel):
         for layer, attend in zip(self.layers, attends, strict=True):
             rows = layer(rows, rope, attend)
         return rows
-
-
-class FalconConfig(BlockConfig):
-    """Sizes of a Falcon head."""
-
-    kind: ClassVar[str] = "falcon"
-    num_hidden_layers: PositiveInt = 1
-    lstm_layers: PositiveInt = 2
-
-
-class FalconModel(BlockModel):
-    """An LSTM over the slots of each block, then layers in which they all see one another."""
-
-    config: FalconConfig
-
-    def __init__(self, config: FalconConfig) -> None:
-        super().__init__(config)
-        hidden = config.hidden_size
-        self.input_layer = BlockInput(config)
-        self.lstm = nn.LSTM(hidden, hidden, config.lstm_layers, batch_first=True)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.add_output()
-
-    def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
-        """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.
-
-        attends: one for each layer, over the N * K slots in row-major order.
-        """
-        states: Tensor = self.input_layer(condition, token)
-        shape = states.shape
-        states = states + self.lstm(states.flatten(0, 1))[0].view(shape)
-        states = states.flatten(1, 2)
-        for layer, attend in zip(self.layers, attends, strict=True):
-            states = layer(states, rope, attend)
-        return states.view(shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from coppice.training.answers import Answer
 from coppice.training.heads import FeatureHeadInTraining, TrainingConfig
-from coppice.training.losses import DECAY, LATER_ROWS, Targets, anchored_visible, attend_by, walk
+from coppice.training.losses import DECAY, Targets, anchored_visible, attend_by
 from lab.paper.models import MedusaModel, ParallelSpecModel
 
 
@@ -38,12 +38,8 @@ def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, c
     yield states[:, count:].view(texts, count, slots, hidden)
 
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "medusa": {"decay": DECAY, "states": slot_states},
-    "parallelspec": {"decay": DECAY, "states": slot_states},
-    "falcon": {"blocks": 2, "every": LATER_ROWS, "states": partial(walk, relaxed=True)},
-}
-"""what a kind of head learns by"""
+LOSS: dict[str, Any] = {"decay": DECAY, "states": slot_states}
+"""what both kinds of head learn by"""
 
 
 def begin(model: Any) -> None:
@@ -57,6 +53,6 @@ def begin(model: Any) -> None:
 
 def paper_head(config: TrainingConfig) -> FeatureHeadInTraining:
     """Make a head of one of these kinds to be trained. Raises as FeatureHeadInTraining does."""
-    head = FeatureHeadInTraining(config, learns_by=LOSSES[config.kind])
+    head = FeatureHeadInTraining(config, learns_by=LOSS)
     begin(head.model)
     return head

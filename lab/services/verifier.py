@@ -18,29 +18,19 @@ from coppice.limits import HASH_BYTES
 from coppice.stack.spec import module_of
 from lab.services.asleep import Asleep, sleep_out
 
-HIGHEST = 64.0
-"""the logit of each row's token, exact in bfloat16; all others are far below, so that it is drawn at T = 1, too"""
-
 
 class SleepingLogits:
-    """(R, V) logits as a service finds them on a GPU: which id is drawn from a row is known when it asks.
+    """(R, V) logits as a service finds them on a GPU: the (R,) ids that are drawn from them, and their shape."""
 
-    A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle.
-    """
-
-    def __init__(self, ids: Tensor, around: Tensor) -> None:
-        """ids: (R,), each row's best. around: (2 V - 1,), HIGHEST in the middle."""
-        self.ids, self.around, self.shape = ids, around, (len(ids), (len(around) + 1) // 2)
+    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+        self.ids, self.shape = ids, (len(ids), vocab_size)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, at: int | slice) -> Any:
-        """(V,) logits of one row, or the rows of one session."""
-        if isinstance(at, slice):
-            return SleepingLogits(self.ids[at], self.around)
-        middle = self.shape[1] - 1
-        return self.around.narrow(0, middle - int(self.ids[at]), middle + 1)
+    def __getitem__(self, at: slice) -> SleepingLogits:
+        """The rows of one session."""
+        return SleepingLogits(self.ids[at], self.shape[1])
 
 
 class SleepingEngine(Engine):
@@ -63,8 +53,6 @@ class SleepingEngine(Engine):
             feature_layers=default_feature_layers(asleep.layers),
             weights_hash=bytes(HASH_BYTES),
         )
-        self._around = torch.randn(2 * asleep.vocab_size - 1, generator=torch.Generator().manual_seed(0)).to(kind)
-        self._around[asleep.vocab_size - 1] = HIGHEST
         self._zeros = torch.zeros(1, dtype=kind)
 
     @property
@@ -83,7 +71,7 @@ class SleepingEngine(Engine):
         width = len(batch.feature_layers) * self.asleep.hidden_size
         features = self._zeros.expand(len(batch.tokens), width) if width else None
         sleep_out(began_ns, self.asleep.t_m_ms)
-        return SleepingLogits(ids, self._around), features
+        return SleepingLogits(ids, self.asleep.vocab_size), features
 
 
 def load_engine(settings: VerifierSettings) -> Engine:
@@ -92,7 +80,7 @@ def load_engine(settings: VerifierSettings) -> Engine:
 
 
 def draw_jobs(jobs: object, logits: SleepingLogits) -> list[int]:
-    """(R,) ids: the highest logit of a row is drawn at every temperature."""
+    """(R,) ids, the same at every temperature."""
     ids: list[int] = logits.ids.tolist()
     return ids
 

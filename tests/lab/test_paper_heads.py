@@ -26,8 +26,7 @@ from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.losses import Targets
 from lab.cli import app as bench
-from lab.paper.heads import prior
-from lab.paper.training import LOSSES, begin, slot_states
+from lab.paper.training import LOSS, begin, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
     GREEDY,
@@ -35,20 +34,19 @@ from tests.unit.test_feature_heads import (
     SAMPLED,
     VOCAB,
     Slow,
-    SlowSpecBlock,
     Text,
     Tokens,
     attention,
     check_steps,
     save_random,
 )
-from tests.unit.test_feature_training import check_last_block, check_learning, trained_states
+from tests.unit.test_feature_training import check_learning, trained_states
 from tests.unit.test_head_commands import head as trained
 from tests.unit.test_head_commands import place
 
 __all__ = ["place"]
 
-KINDS = ("medusa", "parallelspec", "falcon")
+KINDS = ("medusa", "parallelspec")
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +57,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings_of(kind: str, folder: Path, target: Path, **more: object) -> DrafterSettings:
     given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1}
     return with_tree_shape(DrafterSettings.model_validate(given | more))
-
-
-class SlowFalcon(SlowSpecBlock):
-    """Falcon by the book: slots of a block see one another, and where a node stands in its slot's list is its worth."""
-
-    relaxed = True
-
-    def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
-        return [1] * self.slots, [self.settings.top_k] * self.slots
-
-    def worth(self, score: float, place: int) -> float:
-        return float(prior(place + 1)[place])
 
 
 class SlowMedusa(Slow):
@@ -110,7 +96,7 @@ class SlowParallelSpec(SlowMedusa):
         return list(self.model.read(self.states(text, start, job))[0])
 
 
-SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec, "falcon": SlowFalcon}
+SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -121,7 +107,6 @@ SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec, 
         ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10}),
         ("parallelspec", {}, {"top_k": 4}),
         ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3}),
-        ("falcon", {}, {}),
     ],
 )
 def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
@@ -133,13 +118,13 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
 
 
 class TestTheirKinds(HeadContract):
-    """The contract of heads, kept by kinds of the paper."""
+    """The contract of heads, kept by a kind of the paper."""
 
     vocab_size = VOCAB
 
-    @pytest.fixture(autouse=True, params=["parallelspec", "falcon"])
-    def of_a_kind(self, request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> None:
-        self.settings = settings_of(request.param, save_random(tmp_path, request.param), target)
+    @pytest.fixture(autouse=True)
+    def of_a_kind(self, target: Path, tmp_path: Path) -> None:
+        self.settings = settings_of("parallelspec", save_random(tmp_path, "parallelspec"), target)
 
     def make_head(self) -> Head:
         return build_head(self.settings)
@@ -149,13 +134,9 @@ class TestTheirKinds(HeadContract):
 def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
     folder = save_random(tmp_path, kind)
     slow = SLOW[kind](folder, target, settings_of(kind, folder, target))
-    changes = {"every": 1, "blocks": 3} if kind == "falcon" else {}
-    states, student, teacher, read = trained_states(slow, target, LOSSES[kind] | changes)
+    _, student, teacher, read = trained_states(slow, target, LOSS)
     text, targets = Text(read.ids[0].tolist(), read.features[0]), Targets.of(read, teacher)
     for row in (0, 3, 6):
-        if kind == "falcon":
-            check_last_block(states, slow, text, int(read.ids.sum()), row)
-            continue
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
         (at_once,) = slot_states(student, read, targets, targets.rows, ())
         logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once[0, row])])
@@ -164,25 +145,24 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
-    check_learning(kind, target, LOSSES[kind], begin)
+    check_learning(kind, target, LOSS, begin)
 
 
 def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) -> None:
-    """A stack of real processes with a head that `coppice train head` made, and two untrained: the target's texts."""
+    """A stack of real processes with a head that `coppice train head` made, and one untrained: the target's texts."""
     folder = trained(place, "parallelspec")
     assert "--kind parallelspec" in (folder / "README.md").read_text()
-    heads, parts = [HeadSpec("parallelspec", "parallelspec", folder)], TargetParts(place / "target")
-    for kind in ("medusa", "falcon"):
-        config = head_config(kind, parts, parts.vocab_size)
-        save_head(tmp_path / kind, build_student(config, parts, torch.arange(parts.vocab_size), 0).model, config)
-        heads.append(HeadSpec(kind, kind, tmp_path / kind))
+    parts, medusa = TargetParts(place / "target"), tmp_path / "medusa"
+    config = head_config("medusa", parts, parts.vocab_size)
+    save_head(medusa, build_student(config, parts, torch.arange(parts.vocab_size), 0).model, config)
+    heads = HeadSpec("parallelspec", "parallelspec", folder), HeadSpec("medusa", "medusa", medusa)
     patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
     threads: dict[str, Any] = {"verifier_threads": 1, "drafter_threads": 1, "extra": patient}
     options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
     prompt = (5, 80, 7, 9) * 6
     expected = Reference(place / "target", "float32", threads=1).greedy(prompt, 16).ids
     with (
-        Stack(StackSpec(target=place / "target", heads=tuple(heads), dtype="float32", **threads)) as stack,
+        Stack(StackSpec(target=place / "target", heads=heads, dtype="float32", **threads)) as stack,
         Client(stack.address) as asks,
     ):
         sampled = asks.generate(prompt, policy="plain", temperature=1.0, seed=3, **options).ids

@@ -26,7 +26,6 @@ from lab.questions import Question, benchmark_names
 from lab.report import Report
 from lab.run import (
     ALL,
-    HF_ASSISTED,
     HF_GENERATE,
     PEERS,
     STEADY,
@@ -52,15 +51,14 @@ def test_methods_are_policies_heads_and_peers() -> None:
     assert methods_of((), HEADS, (1, 4)) == default
     assert methods_of((), HEADS, (2,)) == default[:-1]
     assert methods_of((), HEADS[:1], (1,)) == ("plain", "single:a", HF_GENERATE)
-    named = ["s", "plain", "hf-assisted", "single:s", "route:a/e"]
-    assert methods_of(named, HEADS, (1,)) == ("plain", "single:s", HF_ASSISTED, "route:a/e")
+    named = ["s", "plain", "hf-lookup", "single:s", "route:a/e"]
+    assert methods_of(named, HEADS, (1,)) == ("plain", "single:s", "hf-lookup", "route:a/e")
 
 
 @pytest.mark.parametrize(
     ("method", "heads", "sessions", "reason"),
     [
         ("route", HEADS[:1], 1, "route needs at least two heads, there are 1"),
-        (HF_ASSISTED, HEADS[:3], 1, "needs a head of kind lm"),
         (HF_GENERATE, HEADS, 2, "one prompt at a time"),
         ("best", HEADS, 1, "'best' is not one of"),
         ("route:a/x", HEADS, 1, "there is no head 'x'; heads are a, b"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
@@ -14,7 +13,6 @@ from lab.options import Options
 from lab.report import Report
 from lab.services.asleep import Asleep
 from lab.services.measure import ASLEEP, HEAD, run_services, spec_of
-from lab.services.verifier import HIGHEST, SleepingLogits
 
 SMALL = Asleep(t_m_ms=2, t_d_ms=1, vocab_size=1000, hidden_size=8, layers=6)
 OPTIONS = Options(n=2, max_new_tokens=24, budget=12)
@@ -54,13 +52,3 @@ def test_a_wrong_answer_is_found(stack: Stack, client: Client) -> None:
     other = Asleep(SMALL.t_m_ms, SMALL.t_d_ms, SMALL.vocab_size - 1)
     run_services(Bench(stack, client, report, OPTIONS), other, (1,), (0.0,))
     assert [(check.value, check.ok) for check in report.checks] == [(len(METHODS) * OPTIONS.n, False)]
-
-
-def test_sleeping_logits_read_as_those_that_they_stand_for() -> None:
-    ids, around = torch.tensor([3, 0, 9, 5]), torch.zeros(19, dtype=torch.bfloat16)
-    around[9] = HIGHEST
-    asleep, real = SleepingLogits(ids, around), torch.zeros(4, 10, dtype=torch.bfloat16)
-    real[range(4), ids] = HIGHEST
-    assert (asleep.shape, len(asleep[1:3])) == (real.shape, 2)
-    assert all(torch.equal(asleep[row], real[row]) for row in range(4))
-    assert torch.equal(asleep[1:3][-1], real[2])

@@ -172,16 +172,10 @@ def edge_of(nodes: dict[Tokens, float], budget: int) -> float:
 class SlowSpecBlock(Slow):
     """SpecBlock by the book: every start recomputes all committed blocks and those on its path."""
 
-    relaxed = False
-
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
         buckets = self.model.rank(normed, logits).argmax(-1).tolist()
         return buckets, [WIDTHS[bucket] for bucket in buckets]
-
-    def worth(self, score: float, place: int) -> float:
-        """What a node adds to the score of its parent; `place` in its slot's list."""
-        return score
 
     def states(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int, int, int]]) -> Tensor:
         """(K, hidden) of the last block of `path`: (condition, token, depth, slots seen of the block before)."""
@@ -202,7 +196,7 @@ class SlowSpecBlock(Slow):
                     if behind >= 0 and other < row:
                         seen = path[behind][3]
                     if other == row:
-                        seen = slots if self.relaxed else slot + 1
+                        seen = slot + 1
                     mask[row * slots + slot, other * slots : other * slots + seen] = True
         rope = self.model.rope(torch.tensor([first]), torch.float32)
         attends = [lambda q, k, v: attention(q, k, v, mask)] * self.model.config.num_hidden_layers
@@ -233,7 +227,7 @@ class SlowSpecBlock(Slow):
                     listed, spine = order[:width], order.index(greedy)
                     for place, at in enumerate(listed if greedy in listed else [*listed, greedy]):
                         child = (*chain, int(self.ids[at]))
-                        nodes[child] = nodes.get(chain, 0.0) + self.worth(float(scores[at]), place)
+                        nodes[child] = nodes.get(chain, 0.0) + float(scores[at])
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
                         if at == greedy:
                             end = begins
