@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -11,26 +10,10 @@ if TYPE_CHECKING:
     import grpc
 
 
-class Status(Enum):
-    """The statuses of `grpc.StatusCode` that are used, by the same names: pure modules raise errors without grpc."""
-
-    INTERNAL = auto()
-    INVALID_ARGUMENT = auto()
-    FAILED_PRECONDITION = auto()
-    NOT_FOUND = auto()
-    RESOURCE_EXHAUSTED = auto()
-    UNAVAILABLE = auto()
-    DEADLINE_EXCEEDED = auto()
-    CANCELLED = auto()
-    UNAUTHENTICATED = auto()
-    PERMISSION_DENIED = auto()
-    UNIMPLEMENTED = auto()
-
-
 class CoppiceError(Exception):
-    """Base of all deliberate errors. `status` is how it crosses the wire."""
+    """Base of all deliberate errors. `status` is how it crosses the wire, by its name in `grpc.StatusCode`."""
 
-    status = Status.INTERNAL
+    status = "INTERNAL"
     retry_after_s = 0.0
     """when to come back; 0 where nobody knows"""
 
@@ -38,7 +21,7 @@ class CoppiceError(Exception):
 class InvalidField(CoppiceError):
     """A value the caller sent is unusable. Names the field."""
 
-    status = Status.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -48,19 +31,19 @@ class InvalidField(CoppiceError):
 class StaleFence(CoppiceError):
     """A message is about another state of a session or of weights than the server's. Says what was expected."""
 
-    status = Status.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
 
 
 class NotFound(CoppiceError):
     """A named thing (session, head) does not exist here."""
 
-    status = Status.NOT_FOUND
+    status = "NOT_FOUND"
 
 
 class Overloaded(CoppiceError):
     """The server is full; retry after `retry_after_s` seconds."""
 
-    status = Status.RESOURCE_EXHAUSTED
+    status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -70,44 +53,44 @@ class Overloaded(CoppiceError):
 class Unavailable(CoppiceError):
     """The server cannot be reached, drains, or lost the session; an idempotent call may be retried."""
 
-    status = Status.UNAVAILABLE
+    status = "UNAVAILABLE"
 
 
 class DeadlineExceeded(CoppiceError):
     """The caller's deadline passed."""
 
-    status = Status.DEADLINE_EXCEEDED
+    status = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(CoppiceError):
     """The caller cancelled."""
 
-    status = Status.CANCELLED
+    status = "CANCELLED"
 
 
 class Unauthenticated(CoppiceError):
     """The caller did not say who it is: no certificate, no token, or an unknown one."""
 
-    status = Status.UNAUTHENTICATED
+    status = "UNAUTHENTICATED"
 
 
 class PermissionDenied(CoppiceError):
     """The caller is known and may not do this."""
 
-    status = Status.PERMISSION_DENIED
+    status = "PERMISSION_DENIED"
 
 
 class Unimplemented(CoppiceError):
     """The server does not serve this method so."""
 
-    status = Status.UNIMPLEMENTED
+    status = "UNIMPLEMENTED"
 
 
 class InternalError(CoppiceError):
     """Something unexpected happened in a server; its log has the details under the id in the message."""
 
 
-_BY_STATUS = {error.status.name: error for error in CoppiceError.__subclasses__()}
+_BY_STATUS = {error.status: error for error in CoppiceError.__subclasses__()}
 RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
 CALL_ENDED = "Internal error from Core"
@@ -124,7 +107,7 @@ def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
         return Unavailable(f"{NOBODY} {unquote(nobody[1])}")
     if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _BROKEN):
         return Unavailable(details)
-    if status.name == InvalidField.status.name:
+    if status.name == InvalidField.status:
         field, _, reason = details.partition(": ")
         return InvalidField(field, reason)
     typed = _BY_STATUS.get(status.name, InternalError)(details or str(status))

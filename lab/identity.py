@@ -147,7 +147,7 @@ async def ask(
                 async with gate:
                     answer = await client.generate(prompt, **options, ignore_eos=True)  # type: ignore[arg-type]
             except CoppiceError as error:
-                return f"{error.status.name}: {error}"[:200]
+                return f"{error.status}: {error}"[:200]
             heard(answer.new_tokens)
             return answer.ids
 

@@ -72,7 +72,7 @@ class GenerationServicer:
         try:
             self.seats.check()
         except Overloaded as error:
-            self.metrics.requests.labels(error.status.name.lower()).inc()
+            self.metrics.requests.labels(error.status.lower()).inc()
             raise
 
     @property
@@ -161,7 +161,7 @@ class GenerationServicer:
             outcome = "cancelled"
             raise
         except CoppiceError as error:
-            outcome = error.status.name.lower()
+            outcome = error.status.lower()
             raise
         finally:
             account.ended(outcome)

@@ -57,7 +57,7 @@ class Echo:
             self.requests.append(request)
             yield from self._answer(request, context)
         except CoppiceError as error:
-            context.abort(grpc.StatusCode[error.status.name], str(error))
+            context.abort(grpc.StatusCode[error.status], str(error))
 
     def _answer(self, request: GenerationRequest, context: grpc.ServicerContext) -> Iterator[Any]:
         text = request.text or "".join(part.content for part in request.chat or ())

@@ -9,15 +9,14 @@ import functools
 import json
 import os
 import selectors
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from coppice.stack.process import await_end
 from tests import fork_server
 
 
@@ -48,7 +47,7 @@ class Service:
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > until:
                 self.kill()
-                raise RuntimeError(f"{module} is not ready (exit code {self.process.returncode}):\n{self.log}")
+                raise RuntimeError(f"{module} is not ready (exit code {self.process.poll()}):\n{self.log}")
             time.sleep(0.01)
         addresses = json.loads(ready.read_text())
         self.address: str = addresses["address"]
@@ -63,12 +62,8 @@ class Service:
     def stop(self, within_s: float = 20.0) -> int:
         """Ask it to end (SIGTERM) and return its exit code; -9 when it had to be killed. Does nothing twice."""
         if self.exit_code is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.exit_code = self.process.wait(within_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.exit_code = self.process.wait()
+            self.process.terminate()
+            self.exit_code = await_end(self.process, within_s)
         return self.exit_code
 
     def kill(self) -> None:

@@ -92,8 +92,21 @@ def chat(
     max_new_tokens: MaxNewTokens = 0,
 ) -> None:
     """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
+    messages: list[dict[str, str]] = []
     with Client(address) as client:
-        talk(client, _options(context))
+        if not client.describe().has_chat_template:
+            raise InvalidField("chat", "this target has no chat template")
+        for line in _lines():
+            answer = Accumulator()
+            try:
+                with contextlib.suppress(KeyboardInterrupt):  # what there is of an answer stays in the conversation
+                    print_answer(client, [*messages, _said("user", line)], _options(context), answer)
+            except InvalidField as error:
+                if error.field != "prompt":
+                    raise
+                print(f"coppice: {error}", file=sys.stderr)  # such as one turn too many for the context
+            else:
+                messages += [_said("user", line), _said("assistant", answer.completion().text)]
 
 
 def _options(context: typer.Context, **others: Any) -> Options:
@@ -197,28 +210,6 @@ def print_answer(
             if console.is_terminal:
                 console.print(completion.summary, style="dim", highlight=False)
     return completion
-
-
-def talk(client: Client, options: Options) -> None:
-    """Answer each line that is typed until /quit or the end of the input. Ctrl-C ends an answer, and what there is of
-    it stays in the conversation.
-
-    Raises InvalidField for a target without a chat template.
-    """
-    if not client.describe().has_chat_template:
-        raise InvalidField("chat", "this target has no chat template")
-    messages: list[dict[str, str]] = []
-    for line in _lines():
-        answer = Accumulator()
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                print_answer(client, [*messages, _said("user", line)], options, answer)
-        except InvalidField as error:
-            if error.field != "prompt":
-                raise
-            print(f"coppice: {error}", file=sys.stderr)  # such as one turn too many for the context
-        else:
-            messages += [_said("user", line), _said("assistant", answer.completion().text)]
 
 
 def _lines() -> Iterator[str]:

@@ -42,12 +42,7 @@ _OTHER_VARIABLES = frozenset(
 class Settings(BaseSettings):
     """Everything a Coppice process can be told; each process reads the sections it uses."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="COPPICE_",
-        env_nested_delimiter="__",
-        frozen=True,
-        extra="forbid",
-    )
+    model_config = SettingsConfigDict(env_prefix="COPPICE_", env_nested_delimiter="__", frozen=True, extra="forbid")
 
     server: ServerSettings = ServerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -61,17 +56,12 @@ class Settings(BaseSettings):
     adapter: AdapterSettings = AdapterSettings()
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+    def settings_customise_sources(  # type: ignore[override]
+        cls, settings_cls: type[BaseSettings], **sources: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags come first (pydantic-settings puts them before these), then variables, the YAML file and arguments."""
         file = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
-        return env_settings, file, init_settings
+        return sources["env_settings"], file, sources["init_settings"]
 
 
 def _names() -> list[str]:

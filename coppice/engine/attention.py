@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import NOTHING, Ints, Tail
-from coppice.errors import CoppiceError, Status
+from coppice.errors import CoppiceError
 
 NAME = "coppice_packed"
 
@@ -35,7 +35,7 @@ _HARMLESS = frozenset({"position_ids", "cache_position"})
 class UnsupportedModel(CoppiceError):
     """The model asks for something that packed attention would get wrong without anybody noticing."""
 
-    status = Status.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
 
 
 def one_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from coppice.config.model import FLOATS, disagreements, ends_line, text_config, 
 from coppice.engine.attention import UnsupportedModel, one_line, read_layout
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.self_check import check_invariant, self_check
-from coppice.errors import CoppiceError, Status
+from coppice.errors import CoppiceError
 
 log = structlog.get_logger()
 
@@ -28,7 +28,7 @@ _SHOWN = 3  # keys of a checkpoint that a message names
 class UnusableFolder(CoppiceError):
     """A folder does not hold exactly the tensors of a causal language model."""
 
-    status = Status.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
 
 
 def load_engine(

@@ -325,9 +325,6 @@ def graph_buckets(blocks: int) -> list[Bucket]:
     """What steps are captured for, where a session has so many blocks at most: plain steps and trees of up to
     GRAPH_ROWS rows, all with logits. Texts of every length share a bucket, since it costs them nothing but a copy.
     """
-    buckets: list[Bucket] = []
-    for rows in sorted({padded(count) for count in range(1, GRAPH_ROWS + 1)}):
-        # A session has a row at least, and of two rows neither has a tail.
-        tail = padded(min(rows, GRAPH_TAIL)) if rows > 2 else 0
-        buckets.append(Bucket(rows, rows, tail, blocks, rows))
-    return buckets
+    sizes = sorted({padded(count) for count in range(1, GRAPH_ROWS + 1)})
+    # A session has a row at least, and of two rows neither has a tail.
+    return [Bucket(rows, rows, padded(min(rows, GRAPH_TAIL)) if rows > 2 else 0, blocks, rows) for rows in sizes]

@@ -29,7 +29,6 @@ from coppice.errors import (
     CoppiceError,
     DeadlineExceeded,
     InvalidField,
-    Status,
     Unavailable,
 )
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
@@ -163,7 +162,7 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         yield
     except CoppiceError as error:
         hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if error.retry_after_s else ()
-        await context.abort(grpc.StatusCode[error.status.name], _details(error), hint)
+        await context.abort(grpc.StatusCode[error.status], _details(error), hint)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:
@@ -481,7 +480,7 @@ def run_service(
         return code
     except CoppiceError as error:
         print(error, file=sys.stderr)
-        return 2 if error.status is Status.INVALID_ARGUMENT else 3
+        return 2 if error.status == "INVALID_ARGUMENT" else 3
 
 
 def _bind(

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partialmethod
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coppice.errors import CoppiceError, Status
+from coppice.errors import CoppiceError
 from coppice.stack import child
 from coppice.telemetry import WARMING_UP
 
@@ -48,7 +47,7 @@ class ProcessFailed(CoppiceError):
 class Refused(ProcessFailed):
     """A service cannot use its settings or its model; the message is its reason."""
 
-    status = Status.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,39 +91,29 @@ def spawn(
         )
 
 
-class Fork:
+class Fork(ForkServerProcess):
     """A child of the fork server, with the verbs of subprocess.Popen. Any number of threads may use it."""
 
+    stdin: connection.Connection
+    """closes when this process ends; set once it has started, for the child is to hold none"""
     _lock = threading.Lock()  # two threads that read one exit code at once would lose it
 
-    def __init__(self, process: ForkServerProcess, stdin: connection.Connection) -> None:
-        self._process, self.stdin = process, stdin
+    def start(self) -> None:
+        """Start it, which also reads the exit codes of others."""
         with self._lock:
-            process.start()
-        self.pid = process.pid or 0
+            super().start()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         with self._lock:
-            return self._process.exitcode
-
-    returncode = property(poll)
+            return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code once it has ended. Raises subprocess.TimeoutExpired."""
-        connection.wait([self._process.sentinel], timeout)
+        connection.wait([self.sentinel], timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
         return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; this does nothing once it has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    terminate = partialmethod(send_signal, signal.SIGTERM)
-    kill = partialmethod(send_signal, signal.SIGKILL)
 
 
 def start_fork_server(imports: Sequence[str]) -> None:
@@ -144,11 +133,12 @@ def fork(
     """Do as `spawn` does by a fork of the fork server, which is safe on Linux."""
     if sys.platform != "linux":
         return spawn(module, arguments, log, environment)
-    server = multiprocessing.get_context("forkserver")
     log.touch()
-    read, write = server.Pipe(duplex=False)
+    read, write = multiprocessing.Pipe(duplex=False)
     inherited = (module, tuple(arguments), log.absolute(), dict(environment), read)
-    forked = Fork(server.Process(name=module, target=child.become, args=inherited, daemon=True), write)
+    forked = Fork(name=module, target=child.become, args=inherited, daemon=True)
+    forked.start()
+    forked.stdin = write
     read.close()
     return forked
 

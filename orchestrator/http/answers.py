@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
-from coppice.errors import Cancelled, CoppiceError, InvalidField, Status
+from coppice.errors import Cancelled, CoppiceError, InvalidField
 from coppice.rpc.server import MAX_DETAILS
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
@@ -79,16 +79,16 @@ async def _data(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator
 
 
 CODES = {
-    Status.INVALID_ARGUMENT: 400,
-    Status.UNAUTHENTICATED: 401,
-    Status.PERMISSION_DENIED: 403,
-    Status.NOT_FOUND: 404,
-    Status.DEADLINE_EXCEEDED: 408,
-    Status.CANCELLED: 499,
-    Status.RESOURCE_EXHAUSTED: 429,
-    Status.UNAVAILABLE: 503,
-    Status.FAILED_PRECONDITION: 503,
-    Status.INTERNAL: 500,
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "DEADLINE_EXCEEDED": 408,
+    "CANCELLED": 499,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "FAILED_PRECONDITION": 503,
+    "INTERNAL": 500,
 }
 TYPES = {
     401: "authentication_error",

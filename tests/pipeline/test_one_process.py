@@ -69,10 +69,7 @@ def stack(
     at = {"directory.redis": shared_redis.url, "adaptation.redis": shared_redis.url}
     found = {
         "verifier": {},
-        "orchestrator": {
-            "orchestrator.verifiers": "redis",
-            "orchestrator.heads": ["block=redis", "mortal=redis"],
-        },
+        "orchestrator": {"orchestrator.verifiers": "redis", "orchestrator.heads": ["block=redis", "mortal=redis"]},
         "adapter": {**QUICK, "adapter.drafters": "block=redis"},
     }
     both = HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")

@@ -236,7 +236,7 @@ def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_
     assert standing.version == 0
     with AdapterClient(other.address) as client, pytest.raises(Unavailable, match="stands by"):
         client.pause()
-    active.process.send_signal(signal.SIGSTOP)
+    os.kill(active.process.pid, signal.SIGSTOP)
     taken = bench.until(other, lambda status: status.doing != STANDING_BY)
     assert taken.version >= before.version  # the folder is shared
     second = bench.drafter(0, *registry)
@@ -245,7 +245,7 @@ def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_
     bench.addresses.remove(second.address)
     bench.until(other, lambda status: len(status.replicas) == 1)
     assert eventually(lambda: replicas_shown(other) == bench.addresses)
-    active.process.send_signal(signal.SIGCONT)
+    os.kill(active.process.pid, signal.SIGCONT)
     assert active.process.wait(20) == 1
     active.exit_code = 0  # as it should be
     bench.until(other, lambda status: status.version > taken.version, bench.answer)

@@ -13,16 +13,7 @@ from numpy.typing import NDArray
 from coppice.speculation.sampling import Row, SamplingParams
 from coppice.speculation.tree import DraftTree, TreeError, union
 from services.verifier.session import Walk, pq_draws, walk
-from tests.reference import (
-    EFFORT,
-    Text,
-    keyed,
-    longest_matching_prefix,
-    make_tree,
-    random_target,
-    random_tree,
-    rows_of,
-)
+from tests.reference import EFFORT, Text, keyed, longest_matching_prefix, make_tree, random_target, random_tree, rows_of
 
 GREEDY = SamplingParams()
 

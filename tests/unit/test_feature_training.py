@@ -39,15 +39,7 @@ from coppice.training.losses import (
     visible,
 )
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import (
-    HIDDEN,
-    SLOW,
-    VOCAB,
-    SlowEagle3,
-    SlowMaskedBlock,
-    Text,
-    save_random,
-)
+from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMaskedBlock, Text, save_random
 
 WHOLE = LOSSES["specblock"] | {"every": 1}
 """with later blocks behind every row"""

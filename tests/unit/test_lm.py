@@ -136,13 +136,8 @@ def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
 
 
 def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "sliding_window": 3}
-    config = MistralConfig(vocab_size=VOCAB, initializer_range=0.3, **sizes)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path)
+    make_target(tmp_path, VOCAB, max_len=64, window=3, tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     head = LanguageModelHead(DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6))
     ids = some_ids(11)
     job = DraftJob(opened(head, 0, ids), 5, len(ids), 40, GREEDY)

@@ -11,17 +11,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Rejection
 from coppice.wire.drafter import Advance
-from tests.unit.test_feature_heads import (
-    GREEDY,
-    SAMPLED,
-    VOCAB,
-    Slow,
-    Text,
-    build,
-    drafted,
-    opened,
-    save_random,
-)
+from tests.unit.test_feature_heads import GREEDY, SAMPLED, VOCAB, Slow, Text, build, drafted, opened, save_random
 
 KINDS = ("specblock", "eagle3", "dspark")
 Head = FeatureHead

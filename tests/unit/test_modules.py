@@ -15,15 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from coppice.engine import modules
-from coppice.engine.modules import (
-    FusedLinear,
-    PackedLinear,
-    call_directly,
-    fuse,
-    merge_launches,
-    pays,
-    prepack,
-)
+from coppice.engine.modules import FusedLinear, PackedLinear, call_directly, fuse, merge_launches, pays, prepack
 from coppice.machine import this_machine
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}

@@ -12,14 +12,7 @@ import torch
 from coppice.config.model import warning_of
 from coppice.errors import InvalidField
 from coppice.training.answers import AnswerPlan, draw, record_answers, repeats
-from coppice.training.data import (
-    MAX_EPOCHS,
-    Domain,
-    Reader,
-    is_held_out,
-    load_tokenizer,
-    read_corpora,
-)
+from coppice.training.data import MAX_EPOCHS, Domain, Reader, is_held_out, load_tokenizer, read_corpora
 from coppice.training.trainer import Muon, Recipe
 from tests.tiny import make_target
 

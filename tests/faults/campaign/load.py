@@ -144,7 +144,7 @@ async def ask(
         if not (stream.finished or stream.left):
             stream.failure = "the stream ended without its last event"
     except CoppiceError as error:
-        stream.failure = f"{error.status.name}: {error}"
+        stream.failure = f"{error.status}: {error}"
         stream.retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
     except asyncio.CancelledError:
         stream.left = True
