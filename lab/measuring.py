@@ -108,6 +108,7 @@ def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[
     with reporting(command, spec, options) as report, ExitStack() as ended:
         with Console().status("starting the services"):
             stack = ended.enter_context(running(spec, report, modules))
+        report.notes += [ready.memory for ready in stack.services.values() if ready.memory]
         yield Bench(stack, ended.enter_context(Client(stack.address)), report, options)
 
 

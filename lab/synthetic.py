@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from coppice.client.client import Client
@@ -281,17 +280,7 @@ def add_roofline(engine: Engine, cells: Sequence[tuple[int, int, int]], report: 
 
 def bytes_read(engine: Engine, tokens: int) -> int:
     """Bytes that a forward cannot do without: the weights, and the keys and values of so many tokens."""
-    embedding: Any = engine.model.get_input_embeddings()
-    output: Any = engine.model.get_output_embeddings()
-    matrices: dict[int, Tensor] = {}
-    for module in engine.model.modules():
-        shared = getattr(module, "fused", None)  # one matrix of several layers
-        own = (shared.weight,) if shared is not None else tuple(module.parameters(recurse=False))
-        matrices |= {id(tensor): tensor for tensor in own}
-    weights = sum(tensor.numel() * tensor.dtype.itemsize for tensor in matrices.values())
-    if embedding.weight is not output.weight:
-        weights -= embedding.weight.nbytes  # of which a forward reads a few rows
-    return weights + tokens * sum(part[0].nbytes for layer in engine.pool.layers for part in layer)
+    return engine.bytes_read + tokens * sum(part[0].nbytes for layer in engine.pool.layers for part in layer)
 
 
 def bytes_a_second(device: torch.device) -> float:

@@ -34,6 +34,7 @@ from coppice.stack.spec import (
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 SERVER = "server"
+_TIMED_TOKENS = 4096  # of the KV pool, as the check of a model takes
 
 
 class Finding(NamedTuple):
@@ -120,6 +121,14 @@ def _target(folder: Path) -> Iterator[Finding]:
         return
     place = f"{verifier.ranks} x {verifier.device} with {kv_tokens} KV tokens in {verifier.dtype}"
     yield Finding("target", f"{folder} fits {place}", True)
+    if verifier.device == "cpu":
+        from coppice.engine.loading import load_engine
+
+        try:
+            speed = load_engine(folder, dtype=verifier.dtype, kv_tokens=_TIMED_TOKENS).speed()
+            yield Finding("forwards", speed or "the weights are so few that caches may hold them")
+        except CoppiceError as error:
+            yield Finding("forwards", str(error), False)
     yield Finding("end of texts", ends_line(text_ends(folder)))
     for warning in target_warnings(folder):
         yield Finding("target's files", warning)

@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 from coppice.config.model import GIB
 from coppice.engine.attention import Attention, Sdpa, read_layout
 from coppice.engine.kv_cache import KVPool
-from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
+from coppice.engine.modules import call_directly, fuse, merge_launches, merge_norms, prepack, weight_bytes
 from coppice.engine.ordered import Ordered, by_row
 from coppice.engine.rows import PackedBatch, Piece, Tail, pack
 from coppice.engine.steps import Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
 R = TypeVar("R")
+_SUMMED, _TURNS = 1 << 26, 5  # numbers of 4 bytes, more than caches hold
 _RUN = 512  # bytes, 64 words that are summed to one
 
 
@@ -211,15 +212,16 @@ class Engine:
         self.invariant = invariant
         if invariant:
             by_row(model)
+        embedding: Any = model.get_input_embeddings()
+        output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.bytes_read = weight_bytes(model) - (0 if embedding.weight is output.weight else embedding.weight.nbytes)
         kv = sum(keys.nbytes + values.nbytes for keys, values in self.pool.layers)
         self.memory = (
             f"weights {weights / GIB:.2f} GiB, copies of them for products {(weight_bytes(model) - weights) / GIB:.2f} "
             f"GiB, KV of {kv_tokens} tokens {kv / GIB:.2f} GiB"
         )
-        if on_gpu:
-            merge_launches(model)
+        (merge_launches if on_gpu else merge_norms)(model)
         # Their inputs are hidden states that hooks keep.
-        output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         call_directly(model, {*self._tapped.layers, output})
 
     @property
@@ -268,6 +270,24 @@ class Engine:
                 _ = self.forward(batch).forward_ns  # waits for a device
                 took.append(time.perf_counter_ns() - start)
         return int(statistics.median(took))
+
+    def speed(self, rows: int = 16, context: int = 32, summed: int = _SUMMED) -> str:
+        """How fast a forward on the CPU reads the weights, beside a sum over memory in turns with it, and what more
+        rows take; "" where the weights are so few that caches may hold them.
+        """
+        if self.on_device or self.bytes_read < 4 * summed:
+            return ""
+        memory, turns = torch.ones(summed), list[tuple[int, ...]]()
+        for _ in range(_TURNS):
+            start = time.perf_counter_ns()
+            memory.sum()
+            summed = time.perf_counter_ns() - start
+            turns.append((summed, *(self.timing(count, context=context, repeats=1) for count in (1, rows))))
+        reading, row, several = (statistics.median(times) for times in zip(*turns, strict=True))
+        return (
+            f"a forward of one row reads {self.bytes_read / 1e9:.2f} GB of weights at {self.bytes_read / row:.1f} "
+            f"GB/s, memory is read at {memory.nbytes / reading:.1f}; {rows} rows take {several / row:.2f} of its time"
+        )
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:

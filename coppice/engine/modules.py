@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -210,23 +210,62 @@ def _tried(function: Callable[..., Any], *inputs: Any) -> Any:
         return None
 
 
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it has the parameters of a norm, and is called as any module is."""
+    weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    alone = not len(list(module.children())) and "forward" not in module.__dict__
+    return alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)
+
+
+def _probed(module: nn.Module, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+    """What a norm answers, what it would if it divided its input by the root of its mean square and multiplied it by
+    `offset` plus its weight, and its epsilon; None where it answers nothing.
+    """
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    random, probe, shape = torch.Generator().manual_seed(0), copy.copy(module), cast(Tensor, module.weight).shape
+    # Weights of both signs, and numbers so small that the epsilon counts.
+    weight = torch.randn(shape, generator=random).to(dtype)
+    probe._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    states = torch.randn(2, 3, *shape, generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
+    answer = _tried(probe, states.to(dtype))
+    expected = F.rms_norm(states.to(dtype).float(), shape, offset + weight.float(), eps).to(dtype)
+    return None if answer is None else (answer, expected, eps)
+
+
 def _epsilon(module: nn.Module) -> float | None:
     """The epsilon of a module that divides its input by the root of its mean square and multiplies by its weight; None
     for any other module.
     """
-    weight = module._parameters.get("weight")
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if len(list(module.children())) or weight is None or weight.dim() != 1 or not isinstance(eps, float):
-        return None
-    random = torch.Generator().manual_seed(0)
-    probe = copy.copy(module)
-    # Weights of both signs, and numbers so small that the epsilon counts.
-    probe._parameters = {"weight": nn.Parameter(torch.randn(weight.shape, generator=random), requires_grad=False)}
-    states = torch.randn(2, 3, len(weight), generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
-    expected = F.rms_norm(states, weight.shape, probe._parameters["weight"], eps)
-    answer = _tried(probe, states)
-    same = answer is not None and torch.allclose(answer, expected, rtol=_ROUNDING, atol=_ROUNDING)
-    return eps if same else None
+    probed = _probed(module, 0.0, torch.float32) if _is_norm(module) else None
+    return probed[2] if probed and torch.allclose(*probed[:2], rtol=_ROUNDING, atol=_ROUNDING) else None
+
+
+def merge_norms(model: nn.Module) -> None:
+    """Have the norms of a model on the CPU run as one operator where that answers a probe with the same bits: those
+    that multiply by their weight, in float32, and those of Gemma, which add one to it.
+    """
+    with torch.inference_mode():
+        for module in filter(_is_norm, list(model.modules())):
+            weight: Any = module.weight
+            for offset in (0.0, 1.0):
+                probed = _probed(module, offset, weight.dtype)
+                kind: Any = type(module)
+                if kind.__call__ is nn.Module.__call__ and probed and torch.equal(*probed[:2]):
+                    module.__dict__["gain"] = offset + weight.float()
+                    module.__class__ = _of_gain(kind, probed[2])
+                    break
+
+
+@cache
+def _of_gain(kind: Any, eps: float) -> Any:
+    """The class of a norm whose weight became `gain`, in float32."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        """(..., N) -> (..., N)."""
+        gain = self.gain
+        return F.rms_norm(hidden_states.float(), gain.shape, gain, eps).to(hidden_states.dtype)
+
+    return derived(kind, forward=forward)
 
 
 @cache

@@ -158,11 +158,13 @@ class Worker(BatchingThread):
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.context.tokens, why=cut_by)
-        log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
         for rows in range(WARM_ROWS, 0, -1):
             self.engine.timing(rows, context=WARM_ROWS, repeats=1)
         warm_up(self.engine)
+        if speed := self.engine.speed():
+            self.engine.memory += f"; {speed}"
+        log.info("memory", takes=self.engine.memory)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
         self._cache = PrefixCache(self.engine.pool, self.settings.prefix_cache_tokens, self.metrics.registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -307,6 +308,9 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     assert (info.vocab_size, info.context.tokens, info.layers, info.hidden_size) == (VOCAB, 256, 3, 32)
     assert (info.eos_ids, info.dtype, engine.pool.free_tokens) == ((2, 5), "float32", 128)
     assert engine.timing(4, sessions=2, context=10, repeats=2) > 0
+    assert engine.speed() == ""
+    speed = r"a forward .* of weights at [\d.]+ GB/s, memory is read at [\d.]+; 16 rows take [\d.]+ of its time"
+    assert re.fullmatch(speed, engine.speed(summed=64))
     assert engine.pool.free_tokens == engine.pool.spare
     assert load_engine(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
 

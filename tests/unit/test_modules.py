@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -72,6 +73,22 @@ def test_float32_is_packed_where_that_is_known_to_be_faster(
     pays.cache_clear()
     assert pays(torch.float32) == (faster and torch.backends.mkldnn.is_available())
     pays.cache_clear()
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "merged"), [(Gemma3RMSNorm, True), (LlamaRMSNorm, False), (CohereLayerNorm, False), (nn.LayerNorm, False)]
+)
+def test_norms_on_the_cpu_become_one_operator_with_the_same_bits(
+    norm: type[nn.Module], merged: bool, kept: torch.dtype
+) -> None:
+    stock, model = (nn.Sequential(norm(48, eps=1e-3)).to(kept) for _ in range(2))
+    for module in (stock, model):
+        module[0].weight.data = torch.linspace(-1, 2, 48).to(kept)
+    modules.merge_norms(model)
+    assert (type(model[0]) is not norm) == (merged or (norm is LlamaRMSNorm and kept is torch.float32))
+    states = torch.randn(2, 7, 48).to(kept)
+    assert torch.equal(model(states), stock(states))
 
 
 class _Projections(nn.Module):
