@@ -152,10 +152,7 @@ _INVALID: dict[str, tuple[Made, str]] = {
         lambda case: case.sending({"d2t": torch.zeros(48, dtype=torch.int64)}),
         r"tensors\.d2t: is no tensor of this head that may be replaced",
     ),
-    "missing key": (
-        lambda case: case.with_matrix(None).announcing(weights_hash=case.new.hash),
-        _OTHER_HASH,
-    ),
+    "missing key": (lambda case: case.with_matrix(None).announcing(weights_hash=case.new.hash), _OTHER_HASH),
     "wrong shape": (
         lambda case: case.with_matrix(case.matrix.T.contiguous()),
         rf"{_FIELD}: has shape \[(\d+), 48\], expected \[48, \1\]",

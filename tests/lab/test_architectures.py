@@ -16,17 +16,7 @@ from coppice.engine.attention import Layer, Sdpa
 from coppice.testing import tiny_models
 from coppice.testing.tiny_models import model_types
 from lab import architectures as sweep
-from lab.architectures import (
-    EXACT,
-    FAILED,
-    NOT_MADE,
-    REFUSED,
-    WRONG,
-    Finding,
-    architectures,
-    examine,
-    try_one,
-)
+from lab.architectures import EXACT, FAILED, NOT_MADE, REFUSED, WRONG, Finding, architectures, examine, try_one
 
 
 @pytest.mark.parametrize(

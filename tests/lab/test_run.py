@@ -24,19 +24,7 @@ from lab.measuring import Bench, Journal, in_turn
 from lab.options import Options
 from lab.questions import Question, benchmark_names
 from lab.report import Report
-from lab.run import (
-    ALL,
-    HF_GENERATE,
-    PEERS,
-    STEADY,
-    Cell,
-    Pairs,
-    add_tables,
-    loops,
-    methods_of,
-    run_exact,
-    run_methods,
-)
+from lab.run import ALL, HF_GENERATE, PEERS, STEADY, Cell, Pairs, add_tables, loops, methods_of, run_exact, run_methods
 from tests.lab.conftest import completion
 
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
