@@ -28,6 +28,8 @@ from coppice.stack import child
 from coppice.telemetry import WARMING_UP
 
 POLL_S = 0.05
+SAFE_PATH = "PYTHONSAFEPATH"
+"""of Python: nothing is imported from the working folder"""
 TAIL_LINES = 20
 REFUSED = 2
 """exit code of a service whose last line on stderr says what it cannot use"""
@@ -69,7 +71,7 @@ def environment(path: Path | None) -> dict[str, str]:
     """
     paths = [str(path)] if path else []
     paths += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), SAFE_PATH: "1"}
 
 
 def spawn(
@@ -124,7 +126,10 @@ def start_fork_server(imports: Sequence[str]) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks for a GPU without starting CUDA
     os.environ.setdefault("GOMP_SPINCOUNT", child.OPENMP_SPINS)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", *imports])
+    inherited = os.environ.get(SAFE_PATH, "")
+    os.environ[SAFE_PATH] = "1"
     forkserver.ensure_running()
+    os.environ[SAFE_PATH] = inherited  # empty is unset
 
 
 def fork(

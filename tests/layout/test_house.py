@@ -37,11 +37,11 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_084,
-    "of it lab": 3_535,
+    "Python outside tests": 31_053,
+    "of it lab": 3_488,
     "files outside tests": 163,
-    "Python of tests": 29_778,
-    "words of docs": 24_453,
+    "Python of tests": 29_764,
+    "words of docs": 24_451,
     "settings": 69,
     "MB of tracked files": 61,
 }
