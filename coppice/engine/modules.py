@@ -211,10 +211,11 @@ def _tried(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it has the parameters of a norm, and is called as any module is."""
+    """Whether it has the parameters of a norm, is called as any module is, and is none of ours yet."""
     weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = not len(list(module.children())) and "forward" not in module.__dict__
-    return alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)
+    stock = type(module).forward.__module__ != __name__
+    return stock and alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)
 
 
 def _probed(module: nn.Module, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
@@ -241,19 +242,16 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def merge_norms(model: nn.Module) -> None:
-    """Have the norms of a model on the CPU run as one operator where that answers a probe with the same bits: those
-    that multiply by their weight, in float32, and those of Gemma, which add one to it.
+    """Have Gemma's norms on the CPU, which multiply by one plus their weight in float32, run as one operator where that
+    answers a probe with the same bits.
     """
     with torch.inference_mode():
         for module in filter(_is_norm, list(model.modules())):
-            weight: Any = module.weight
-            for offset in (0.0, 1.0):
-                probed = _probed(module, offset, weight.dtype)
-                kind: Any = type(module)
-                if kind.__call__ is nn.Module.__call__ and probed and torch.equal(*probed[:2]):
-                    module.__dict__["gain"] = offset + weight.float()
-                    module.__class__ = _of_gain(kind, probed[2])
-                    break
+            weight, kind = cast(Tensor, module.weight), cast(Any, type(module))
+            probed = _probed(module, 1.0, weight.dtype)
+            if kind.__call__ is nn.Module.__call__ and probed and torch.equal(*probed[:2]):
+                module.__dict__["gain"] = 1.0 + weight.float()
+                module.__class__ = _of_gain(kind, probed[2])
 
 
 @cache
@@ -262,8 +260,8 @@ def _of_gain(kind: Any, eps: float) -> Any:
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         """(..., N) -> (..., N)."""
-        gain = self.gain
-        return F.rms_norm(hidden_states.float(), gain.shape, gain, eps).to(hidden_states.dtype)
+        gain = self.gain  # as F.rms_norm does, without a call of Python's
+        return torch.rms_norm(hidden_states.float(), gain.shape, gain, eps).to(hidden_states.dtype)
 
     return derived(kind, forward=forward)
 
