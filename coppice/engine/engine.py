@@ -281,8 +281,8 @@ class Engine:
         for _ in range(_TURNS):
             start = time.perf_counter_ns()
             memory.sum()
-            summed = time.perf_counter_ns() - start
-            turns.append((summed, *(self.timing(count, context=context, repeats=1) for count in (1, rows))))
+            read = time.perf_counter_ns() - start
+            turns.append((read, *(self.timing(count, context=context, repeats=1) for count in (1, rows))))
         reading, row, several = (statistics.median(times) for times in zip(*turns, strict=True))
         return (
             f"a forward of one row reads {self.bytes_read / 1e9:.2f} GB of weights at {self.bytes_read / row:.1f} "

@@ -214,7 +214,7 @@ def _is_norm(module: nn.Module) -> bool:
     """Whether it has the parameters of a norm, is called as any module is, and is none of ours yet."""
     weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = not len(list(module.children())) and "forward" not in module.__dict__
-    stock = type(module).forward.__module__ != __name__
+    stock = type(module).__call__ is nn.Module.__call__ and type(module).forward.__module__ != __name__
     return stock and alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)
 
 
@@ -247,11 +247,11 @@ def merge_norms(model: nn.Module) -> None:
     """
     with torch.inference_mode():
         for module in filter(_is_norm, list(model.modules())):
-            weight, kind = cast(Tensor, module.weight), cast(Any, type(module))
+            weight = cast(Tensor, module.weight)
             probed = _probed(module, 1.0, weight.dtype)
-            if kind.__call__ is nn.Module.__call__ and probed and torch.equal(*probed[:2]):
+            if probed and torch.equal(*probed[:2]):
                 module.__dict__["gain"] = 1.0 + weight.float()
-                module.__class__ = _of_gain(kind, probed[2])
+                module.__class__ = _of_gain(cast(Any, type(module)), probed[2])
 
 
 @cache
