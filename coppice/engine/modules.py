@@ -17,7 +17,7 @@ operators, a norm is eight launches and the rotation of queries and keys ten; a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeGuard, cast
@@ -48,16 +48,20 @@ _PADDING = {
     if (padding := -rows % (1 << ((rows - 1).bit_length() - 3)))  # less than a quarter
 }
 """rows that are added to so many, where any are"""
+PAIRED = {**_PADDING, 1: 1}
+"""as `_PADDING`, where a row alone must be summed as those beside others: of one, oneDNN cuts a long sum in parts"""
 
 
 class PackedLinear(nn.Linear):
     """A linear layer without gradient; `weight` is opaque but for its shape, and `weight.to_dense()` is the matrix."""
 
+    padding: Mapping[int, int] = _PADDING
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         out: Tensor
         rows = input.numel() // input.shape[-1]
-        if (padding := _PADDING.get(rows)) is None:
+        if (padding := self.padding.get(rows)) is None:
             out = _multiply(input, self.weight, self.bias, "none", [], "")
             return out
         # Written out here and below: these calls are half of what a forward spends in Python.
@@ -84,6 +88,7 @@ class FusedLinear(nn.Linear):
 
     fused: _Fused
     number: int
+    padding: Mapping[int, int] = _PADDING
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -97,7 +102,7 @@ class FusedLinear(nn.Linear):
             rows = input.numel() // input.shape[-1]
             if not fused.packed:
                 out = F.linear(input, fused.weight, fused.bias)
-            elif (padding := _PADDING.get(rows)) is None:
+            elif (padding := self.padding.get(rows)) is None:
                 out = _multiply(input, fused.weight, fused.bias, "none", [], "")
             else:
                 padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import KVPool
+from coppice.engine.modules import PAIRED, FusedLinear, PackedLinear
 from coppice.engine.rows import Bools, Ints, Tail
 
 SEGMENT = 128  # positions whose values are summed by themselves; borders are multiples of it
@@ -55,10 +56,12 @@ class RowsLinear(nn.Linear):
 
 
 def by_row(model: nn.Module) -> None:
-    """Have a model's functions and products, those that are not packed yet, compute every row by itself."""
+    """Have a model's functions and products compute every row by itself."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = RowsLinear
+        elif isinstance(module, (PackedLinear, FusedLinear)):
+            module.padding = PAIRED
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             module.forward = partial(by_rows, module.forward)
 
