@@ -53,9 +53,7 @@ def demo(
 
 
 @app.command()
-def architectures(
-    table: Annotated[Path | None, file("--table", "Write the rows to this CSV file.")] = None,
-) -> None:
+def architectures(table: Annotated[Path | None, file("--table", "Write the rows to this CSV file.")] = None) -> None:
     """Try a tiny random model of every causal LM class: which does the engine serve?"""
     from lab.architectures import architectures as try_all
 

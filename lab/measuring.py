@@ -199,10 +199,7 @@ def others_s() -> float:
 
 
 def judged(
-    reference: Reference,
-    asked: Asked,
-    answers: Mapping[K, Sequence[Completion]],
-    own: Sequence[Ids] | None = None,
+    reference: Reference, asked: Asked, answers: Mapping[K, Sequence[Completion]], own: Sequence[Ids] | None = None
 ) -> dict[K, list[Verdict]]:
     """A verdict on every answer of every way.
 

@@ -24,13 +24,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from coppice import failpoints
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import (
-    RETRY_HINT,
-    CoppiceError,
-    DeadlineExceeded,
-    InvalidField,
-    Unavailable,
-)
+from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials

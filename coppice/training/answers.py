@@ -35,15 +35,7 @@ from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
 from coppice.limits import BLOCK_SIZE
-from coppice.training.data import (
-    Corpus,
-    DataError,
-    Domain,
-    Messages,
-    check_held_out,
-    load_tokenizer,
-    read_corpora,
-)
+from coppice.training.data import Corpus, DataError, Domain, Messages, check_held_out, load_tokenizer, read_corpora
 
 LONGEST_CHUNK = 128
 """ids of a text in a forward"""

@@ -142,11 +142,7 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _tree_fields(tree: DraftTree) -> dict[str, Any]:
-    return {
-        "tokens": tree.tokens.tolist(),
-        "parents": tree.parents.tolist(),
-        "log_probs": tree.log_probs.tolist(),
-    }
+    return {"tokens": tree.tokens.tolist(), "parents": tree.parents.tolist(), "log_probs": tree.log_probs.tolist()}
 
 
 def _read_tree(owner: Any, name: str, path: str) -> DraftTree:

@@ -14,16 +14,7 @@ from coppice.limits import Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
 from coppice.wire.codec import Among, AsLongAs, Conversion, Length, OneOf, Within, carried_by, codec
-from coppice.wire.common import (
-    ANYWHERE,
-    NODES,
-    DefaultPenalty,
-    Node,
-    Position,
-    Sampling,
-    TopLogProbs,
-    check_bias,
-)
+from coppice.wire.common import ANYWHERE, NODES, DefaultPenalty, Node, Position, Sampling, TopLogProbs, check_bias
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 

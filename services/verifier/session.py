@@ -49,10 +49,7 @@ class Walk(NamedTuple):
 
 
 def walk(
-    tree: DraftTree,
-    drawn: Callable[[int], int],
-    stop_ids: Collection[int] = frozenset(),
-    max_accept: int | None = None,
+    tree: DraftTree, drawn: Callable[[int], int], stop_ids: Collection[int] = frozenset(), max_accept: int | None = None
 ) -> Walk:
     """Follow the target's own draws through the tree for as long as it holds them.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ import pytest
 
 from coppice.client.client import Client
 from coppice.errors import InvalidField, Unauthenticated
+from tests.processes import free_port
 from tests.stacks import up
 
 COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
@@ -38,8 +38,7 @@ def test_names_template_token_and_bounds_of_up_hold(
     template, ready = tmp_path / "chat.jinja", tmp_path / "ready.json"
     template.write_text(TEMPLATE)
     options = [*OPTIONS.split(), "--chat-template", str(template), "--log-dir", str(tmp_path / "logs")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with up([*COPPICE, "up", str(target), *options], ready, http_port=port) as process:
         addresses = json.loads(ready.read_text())
         url = f"http://127.0.0.1:{port}"

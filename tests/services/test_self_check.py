@@ -262,24 +262,20 @@ def test_functions_of_numbers_know_no_neighbours(width: int) -> None:
         )
 
 
-@pytest.mark.parametrize("prepare", [None, prepack, fuse])
+@pytest.mark.parametrize("prepare", [nn.Module.eval, prepack, fuse])
 @pytest.mark.parametrize(("width", "height"), [(40, 24), (2048, 640)])
-def test_products_know_no_neighbours(width: int, height: int, prepare: Callable[[nn.Module], None] | None) -> None:
-    names = ("gate_proj", "up_proj")
-    model = nn.ModuleDict({name: nn.Linear(width, height) for name in names}).requires_grad_(False)
+def test_products_know_no_neighbours(width: int, height: int, prepare: Callable[[nn.Module], object]) -> None:
+    layers = {name: nn.Linear(width, height) for name in ("gate_proj", "up_proj")}
+    model = nn.ModuleDict(layers).requires_grad_(False)
     states = 20 * torch.randn(1, 25, width)
-    expected = [model[name](states) for name in names]
-    if prepare:
-        prepare(model)
+    expected = [layer(states) for layer in layers.values()]
+    prepare(model)
     by_row(model)
-    for rows in (25, 0, 1, 2, 7, 16):
-        some = states[:, :rows].contiguous()
-        for name, whole in zip(names, expected, strict=True):
-            out = model[name](some)
-            if rows == 25:
-                torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-3)
-                expected[names.index(name)] = out
-            assert torch.equal(out, expected[names.index(name)][:, :rows]), (name, rows)
+    whole = [layer(states) for layer in layers.values()]
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-3)
+    for rows in (0, 1, 2, 7, 16):
+        for layer, out in zip(layers.values(), whole, strict=True):
+            assert torch.equal(layer(states[:, :rows].contiguous()), out[:, :rows])
 
 
 @pytest.mark.timeout(0)
