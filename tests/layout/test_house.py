@@ -37,11 +37,11 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_051,
-    "of it lab": 3_488,
+    "Python outside tests": 31_024,
+    "of it lab": 3_483,
     "files outside tests": 163,
     "Python of tests": 29_764,
-    "words of docs": 24_451,
+    "words of docs": 24_450,
     "settings": 69,
     "MB of tracked files": 73,
 }
