@@ -41,7 +41,7 @@ proof: setup ## the same checks at full counts, resumable; writes docs/proof.md 
 
 bench: setup ## exactness and step costs on the shipped models
 	$(BIN)/coppice bench exact --n 2
-	$(BIN)/coppice bench steps
+	$(BIN)/coppice bench run --n 4 --max-new-tokens 64 --temperatures 0
 
 lint: setup ## ruff, mypy, the wire contract
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from coppice import __version__
+from coppice.errors import NOBODY, CoppiceError
 from coppice.machine import extension, extensions
 
 CHECK_FAILED, USAGE, UNREACHABLE = 1, 2, 3
@@ -91,11 +92,7 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}", USAGE)
-    except Exception as error:
-        from coppice.errors import NOBODY, CoppiceError
-
-        if not isinstance(error, CoppiceError):
-            raise
+    except CoppiceError as error:
         hint = "; start one with `coppice up`, or name yours with --address" if str(error).startswith(NOBODY) else ""
         _fail(f"{error}{hint}", exit_code(error))
 
@@ -105,15 +102,11 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def exit_code(error: Exception) -> int:
+def exit_code(error: CoppiceError) -> int:
     """2 for what the caller must change, 3 for a server that is away or refuses work, else 1."""
-    from coppice import errors
-
-    usage = (errors.InvalidField, errors.NotFound, errors.Unauthenticated, errors.PermissionDenied)
-    if getattr(error, "status", None) in [kind.status for kind in usage]:
+    if error.status in ("INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED"):
         return USAGE
-    away = (errors.Unavailable, errors.DeadlineExceeded, errors.Overloaded)
-    return UNREACHABLE if isinstance(error, away) else CHECK_FAILED
+    return UNREACHABLE if error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED") else CHECK_FAILED
 
 
 def _version(wanted: bool) -> None:

@@ -1,13 +1,10 @@
-"""Named places where a process can be told to misbehave, so that races repeat. Without the setting `server.failpoints`
-they do nothing; in production it is refused.
-"""
+"""Named places where a process misbehaves, by the setting `server.failpoints`, so that races repeat in tests."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -27,9 +24,7 @@ ACTIONS: Mapping[str, Action] = {
 """Every failpoint, and what its value means: `delay` seconds, the share of answers that are `garbage`, or the number of
 the hit at which the process kills itself (`exit`, SIGKILL)."""
 
-_enabled: dict[str, float] = {}
-_hits: dict[str, Iterator[int]] = {}
-_lock = threading.Lock()
+_enabled: dict[str, tuple[float, Iterator[int]]] = {}  # a value, and the numbers of its hits, which threads share
 
 
 def parse(text: str) -> dict[str, float]:
@@ -58,21 +53,17 @@ def parse(text: str) -> dict[str, float]:
 def enable(text: str) -> None:
     """Enable these failpoints and no others in this process. Raises ValueError."""
     values = parse(text)
-    with _lock:
-        _enabled.clear()
-        _enabled.update(values)
-        _hits.clear()
-        _hits.update((name, itertools.count(1)) for name in values)
+    _enabled.clear()
+    _enabled.update({name: (value, itertools.count(1)) for name, value in values.items()})
 
 
 def hit(name: str) -> bool:
     """Come to a failpoint: wait or die here if told to; whether the caller is to answer with garbage."""
-    value = _enabled.get(name)
-    if value is None:
+    enabled = _enabled.get(name)
+    if enabled is None:
         return False
-    with _lock:
-        count = next(_hits[name])
-    action = ACTIONS[name]
+    value, hits = enabled
+    count, action = next(hits), ACTIONS[name]
     if action == "delay":
         time.sleep(value)
     elif action == "exit":

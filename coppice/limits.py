@@ -92,7 +92,8 @@ def check_hash(field: str, value: bytes) -> None:
         raise InvalidField(field, f"has {len(value)} bytes, a SHA-256 has {HASH_BYTES}")
 
 
-def check_session(field: str, session: str) -> None:
-    """Raise InvalidField unless the id is 1 to 64 plain characters."""
+def check_session(field: str, session: str) -> str:
+    """Return the id. Raises InvalidField unless it is 1 to 64 plain characters."""
     if not _SESSION.fullmatch(session):
         raise InvalidField(field, "must be 1 to 64 characters of [A-Za-z0-9_.-]")
+    return session

@@ -44,10 +44,8 @@ def configure_logging(as_json: bool) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve `registry` over HTTP, with the process's start, CPU time and memory, and return the port. Port 0 takes a
-    free one; -1 serves nothing and returns 0.
-
-    Raises InvalidField when the port is taken.
+    """Serve `registry` over HTTP, with the process's start, CPU time and memory, and return the port; port 0 takes a
+    free one, -1 serves nothing and returns 0. Raises InvalidField when the port is taken.
     """
     if port < 0:
         return 0
@@ -71,12 +69,9 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
         self._free = threading.BoundedSemaphore(MOST_SCRAPES)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection, if there is room."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for a connection."""
+        return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one, in a thread."""

@@ -1,9 +1,8 @@
 """`coppice bench adapt`: one head on a stream that changes under it, with each policy of adaptation and without.
 
-Every policy has a stack of its own, one of them running at a time: each sees the same stream as if it were alone. The
-others are stopped (SIGSTOP) meanwhile, training included, so that no stack slows another one, and a machine whose speed
-drifts over minutes is equally unkind to all. What is compared was measured in the same minutes. Without --prompts
-they are of our own making: nobody's, and none that a head was trained on.
+Every policy has a stack of its own. They run in turns, the others stopped (SIGSTOP), training included: each sees the
+stream as if it were alone, and what is compared was measured in the same minutes. Without --prompts they are of our own
+making: nobody's, and none that a head was trained on.
 """
 
 from __future__ import annotations
@@ -38,18 +37,15 @@ from lab.questions import read_questions
 from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
 
 NEVER, BANDIT = "never", "bandit"
-TRAINED = ("head", "full")
-"""what a change is called that put newly trained weights to use"""
+TRAINED = ("head", "full")  # what a change is called that put newly trained weights to use
 BUDGET = 12  # draft nodes verified a step
-INTERVAL = 10
-"""adapter.interval of the other policies: fit for a stream of a few hundred queries"""
+INTERVAL = 10  # adapter.interval of the other policies: fit for a stream of a few hundred queries
 NEW_TOKENS = 48  # of each answer
 TURN = 10  # queries that a lane serves before the next one
 WARM_PROMPT, WARM_TOKENS = "Once", 16
 WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's demand, which has run out, is told again
 
-KIND_TURN = 40
-"""queries before a stream that turns goes on with another kind of text"""
+KIND_TURN = 40  # queries before a stream that turns goes on with another kind of text
 WORDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("streams.json").read_text("utf-8"))
 """by kind of text, in the order in which a stream turns, what its prompts are made of"""
 
@@ -93,18 +89,14 @@ STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "tur
 class Lane:
     """A policy's stack, which can be held still."""
 
-    status: pb.HeadStatus | None = None
-    """what the adapter did, once the lane was served"""
+    status: pb.HeadStatus | None = None  # what the adapter did, once the lane was served
 
     def __init__(self, name: str, spec: StackSpec) -> None:
         self.name, self.spec, self.answers = name, spec, list[Completion]()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Start the stack, warm it up and hold it still; at the end ask the adapter what it did, and stop everything.
-
-        Raises what the stack's end raises.
-        """
+        """Start the stack, warm it up and hold it still; at the end ask the adapter what it did, and stop all."""
         with Stack(self.spec) as self.stack, Client(self.stack.address) as self.client:
             with self.running():  # a plain request: an adapter hears nothing of it
                 self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
@@ -180,10 +172,7 @@ def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
 
 
 def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference, report: Report) -> None:
-    """Add a row for each lane, their table and checks to the report.
-
-    The first lane's answers are re-scored, the others' compared with them first.
-    """
+    """Add a row for each lane, their table and checks to the report; the first lane's answers are re-scored."""
     prompts = [query.prompt for query in stream]
     asked = [(reference.text.encode(each) if isinstance(each, str) else each, GREEDY) for each in prompts]
     verdicts = judged(reference, asked, {lane.name: lane.answers for lane in lanes})

@@ -37,17 +37,13 @@ COLUMNS = ("class", "verdict", "models", "why")
 class Finding(NamedTuple):
     """What became of one tiny model; `reason` is empty for an exact one that says what `generate` says."""
 
-    name: str
-    """of the class"""
+    name: str  # of the class
     verdict: str
     reason: str = ""
 
 
 def architectures(console: Console, table: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
-    """Try every class, print a line for each and a table; whether none was wrong and none failed.
-
-    With `table` the rows are written there, as CSV.
-    """
+    """Try every class, print a line for each and a table, for `table` as CSV too; whether none was wrong or failed."""
     tried = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
     models, counts = defaultdict[tuple[str, str, str], list[str]](list), Counter[str]()
     for number, (kind, variant) in enumerate(tried, 1):

@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES, Limits
@@ -23,16 +22,15 @@ from coppice.stack.spec import StackSpec
 from lab.adapt import lanes_of, report_lanes, run_lanes
 from lab.demo import demo as run_demo
 from lab.identity import SPARE, questions, run_identity, two_of_each
-from lab.measuring import Bench, Journal, measuring, reference_of, reporting, running
+from lab.measuring import Journal, measuring, reference_of, reporting
 from lab.options import ASKED, Options, command, read_methods
 from lab.questions import prompt_ids, read_questions
 from lab.run import Cell, methods_of, run_exact, run_methods
 from lab.services.asleep import Asleep
 from lab.services.measure import ASLEEP, run_services, spec_of
-from lab.steps import account, run_steps, traced
 
 app = typer.Typer(
-    help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
+    help="Measure: speed, exactness, the cost of a step, adaptation, the papers' tables.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -78,17 +76,6 @@ def identity(options: Options) -> None:
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
     with measuring("bench identity", spec, options) as bench:
         run_identity(bench, asked, count, methods)
-
-
-@command(app, *ASKED, "methods", n=4, max_new_tokens=64)
-def steps(options: Options) -> None:
-    """The split's own cost a step at one session, and where each part of a step's time goes."""
-    spec = options.spec()
-    methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
-    with tempfile.TemporaryDirectory() as folder, reporting("bench steps", spec, options) as report:
-        with running(traced(spec, Path(folder)), report) as stack, Client(stack.address) as client:
-            run_steps(Bench(stack, client, report, options), asked, methods)
-        account(report, Path(folder), methods)
 
 
 @command(app, "t_m", "t_d", "temperatures", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)

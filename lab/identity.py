@@ -1,28 +1,28 @@
 """`coppice bench identity`: one SHA-256 of greedy and sampled ids for every way to decode, and all are plain's.
 
-In float32, what plain says is compared with what transformers draws along it, so that a fault that all ways share is
-seen too. In bfloat16 rounding decides too often for that: verifiers are invariant, and one session's plain text is what
-all others must say.
+In float32 plain's text is compared with what transformers draws along it, so that a fault that all ways share is seen
+too. In bfloat16 rounding decides too often for that: verifiers are invariant, and all say one session's plain text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product, starmap
+from threading import Event
 from typing import Any
 
 import numpy as np
 
 from coppice.client.adapter import AdapterClient
-from coppice.client.client import AsyncClient
+from coppice.client.client import Client
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.machine import usable_cores
@@ -37,8 +37,7 @@ from lab.report import Check
 VERIFIERS = ORCHESTRATORS = 2
 MARGIN = 2e-4
 """logits between the two best tokens of a row below which float32's rounding may decide; such answers are left out"""
-SPARE = 1.2
-"""times as many answers are asked for as are wanted"""
+SPARE = 1.2  # times as many answers are asked for as are wanted
 QUICK = {"adapter.policy": "always", "adapter.interval": 4, "adapter.cpu_share": 1.0}
 """of an adapter that trains after every few queries"""
 KILLS, SYNCS, BOTH = MEANWHILE = ("kills", "weight syncs", "kills and weight syncs")
@@ -65,8 +64,7 @@ class Way:
     method: str
     budget: int | None = None
     sessions: int = 8
-    during: str = ""
-    """one of MEANWHILE, or nothing"""
+    during: str = ""  # one of MEANWHILE, or nothing
 
     def __str__(self) -> str:
         budget = "" if self.budget is None else f" B={self.budget}"
@@ -110,10 +108,7 @@ def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Questio
 
 
 def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], happened: int = 0) -> Line:
-    """The line of a way; an answer that is text is the error that it failed with.
-
-    The hash is of all ids, eight bytes each, every answer behind its length.
-    """
+    """The line of a way, with the hash of all answers, each behind its length; one that is text is its own error."""
     whole, compared = [ids for ids in answers if not isinstance(ids, str)], 0
     digest = hashlib.sha256(b"".join(np.array([len(ids), *ids], "<i8").tobytes() for ids in whole))
     line = {"way": way, "ids": sum(map(len, whole)), "sha256": digest.hexdigest(), "happened": happened}
@@ -134,32 +129,29 @@ def drawn_by(reference: Reference, question: Question, ids: Ids | str) -> Ids | 
     return tuple(drawn) if margin >= MARGIN else None
 
 
-async def ask(
-    address: str, asked: Sequence[Question], way: Way, new_tokens: int, heard: Heard = int
-) -> list[Ids | str]:
+def ask(address: str, asked: Sequence[Question], way: Way, new_tokens: int, heard: Heard = int) -> list[Ids | str]:
     """The answer to each question, or why it failed; `heard` is told how many ids came."""
-    gate = asyncio.Semaphore(way.sessions * VERIFIERS)
-    async with AsyncClient(address) as client:
+    options: Any = {"policy": way.method, "budget": way.budget, "max_new_tokens": new_tokens, "ignore_eos": True}
 
-        async def one(prompt: Ids, sampling: SamplingParams) -> Ids | str:
-            options = {"policy": way.method, "budget": way.budget, "sampling": sampling, "max_new_tokens": new_tokens}
-            try:
-                async with gate:
-                    answer = await client.generate(prompt, **options, ignore_eos=True)  # type: ignore[arg-type]
-            except CoppiceError as error:
-                return f"{error.status}: {error}"[:200]
-            heard(answer.new_tokens)
-            return answer.ids
+    def answer(question: Question) -> Ids | str:
+        try:
+            completion = client.generate(question[0], sampling=question[1], **options)
+        except CoppiceError as error:
+            return f"{error.status}: {error}"[:200]
+        heard(completion.new_tokens)
+        return completion.ids
 
-        return list(await asyncio.gather(*(one(*question) for question in asked)))
+    with Client(address) as client, ThreadPoolExecutor(way.sessions * VERIFIERS) as pool:
+        return list(pool.map(answer, asked))
 
 
-@asynccontextmanager
-async def meanwhile(stack: Stack, during: str) -> AsyncIterator[Callable[[], int]]:
+@contextmanager
+def meanwhile(stack: Stack, during: str) -> Iterator[Callable[[], int]]:
     """Kills or weight syncs or both as long as this is open; gives how often each has happened at least."""
-    done, killed = asyncio.Event(), list[str]()
-    killing = asyncio.create_task(_kill(stack, done, killed)) if KILLS in during else None
-    with AdapterClient(stack.services["adapter"].address) if SYNCS in during else nullcontext() as adapter:
+    done, killed = Event(), list[str]()
+    adapting = AdapterClient(stack.services["adapter"].address) if SYNCS in during else nullcontext()
+    with adapting as adapter, ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(_kill, stack, done, killed) if KILLS in during else None
 
         def happened() -> int:
             counts = [len(killed)] if killing else []
@@ -172,27 +164,24 @@ async def meanwhile(stack: Stack, during: str) -> AsyncIterator[Callable[[], int
         finally:
             done.set()
             if killing:
-                await killing
+                killing.result()
 
 
-async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:
+def _kill(stack: Stack, done: Event, killed: list[str]) -> None:
     """SIGKILL a process of each role in turns, and start it anew."""
-    by_role = [[name for name, one in stack.services.items() if one.role == role] for role in _KILLED]
+    by_role = [[name for name, service in stack.services.items() if service.role == role] for role in _KILLED]
     for turn in itertools.count():
         for names in filter(None, by_role):
-            await asyncio.sleep(KILL_EVERY_S)
-            if done.is_set():
+            if done.wait(KILL_EVERY_S):
                 return
             name = names[turn % len(names)]
             os.kill(stack.services[name].pid, signal.SIGKILL)
-            await asyncio.to_thread(stack.restart, name)
+            stack.restart(name)
             killed.append(name)
 
 
 def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: Sequence[str]) -> None:
-    """Add a line for every way to the report, shown as it ends, and checks that all are equal, long enough, and that
-    what was to happen did.
-    """
+    """Report a line for every way as it ends, and check that all are equal, long enough, and what was to happen did."""
     spec, report, new_tokens = bench.stack.spec, bench.report, bench.options.max_new_tokens
     ways, syncing = ways_of(methods, report.dtype)
     if not any(head.kind in ADAPTED_KINDS for head in spec.heads):
@@ -208,7 +197,7 @@ def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: S
         def run(stack: Stack, some: Sequence[Way]) -> None:
             for way in some:
                 progress.say(str(way))
-                add(asyncio.run(repeated(stack, way, chosen, expected, new_tokens, progress.add)))
+                add(repeated(stack, way, chosen, expected, new_tokens, progress.add))
 
         chosen, expected, line = first(bench, asked, count, progress.add)
         add(line)
@@ -226,16 +215,14 @@ def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: S
 
 
 def first(bench: Bench, asked: Sequence[Question], count: int, heard: Heard) -> tuple[list[Question], list[Ids], Line]:
-    """Ask plain decoding; gives `count` of the questions, in float32 of those that rounding does not decide, what is
-    expected to each, and the line.
-    """
+    """Ask plain decoding; gives `count` questions (in float32 none that rounding decides), their texts, and a line."""
     address, new_tokens = bench.stack.address, bench.options.max_new_tokens
     if bench.report.dtype != "float32":
         asked = asked[:count]
-        answers = asyncio.run(ask(address, asked, Way("plain", None, 1), new_tokens, heard))
+        answers = ask(address, asked, Way("plain", None, 1), new_tokens, heard)
         expected = [() if isinstance(ids, str) else ids for ids in answers]
         return list(asked), expected, compare("plain, first", expected, answers)
-    answers = asyncio.run(ask(address, asked, Way("plain"), new_tokens, heard))
+    answers = ask(address, asked, Way("plain"), new_tokens, heard)
     drawn = [drawn_by(bench.reference, *pair) for pair in zip(asked, answers, strict=True)]
     places = [at for at, ids in enumerate(drawn) if ids is not None][:count]
     expected = [drawn[at] or () for at in places]
@@ -243,14 +230,14 @@ def first(bench: Bench, asked: Sequence[Question], count: int, heard: Heard) -> 
     return [asked[at] for at in places], expected, line
 
 
-async def repeated(
+def repeated(
     stack: Stack, way: Way, asked: Sequence[Question], expected: Sequence[Ids], new_tokens: int, heard: Heard
 ) -> Line:
     """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
     until = time.monotonic() + _HAPPENS_S
-    async with meanwhile(stack, way.during) as happened:
+    with meanwhile(stack, way.during) as happened:
         while True:
-            line = compare(str(way), expected, await ask(stack.address, asked, way, new_tokens, heard), happened())
+            line = compare(str(way), expected, ask(stack.address, asked, way, new_tokens, heard), happened())
             enough = not way.during or line["happened"] >= LEAST_HAPPENED or time.monotonic() > until
             if line["difference"] or enough:
                 return line

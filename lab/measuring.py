@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import psutil
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from coppice.client.client import Client
@@ -27,16 +28,15 @@ from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
-from coppice.wire.generation import Timings
 from lab.options import Options
 from lab.report import Check, Report, commit
 
 K = TypeVar("K")
 Ids = tuple[int, ...]
 Asked = Sequence[tuple[Ids, SamplingParams]]
-Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]
-"""one way to answer prompts that are asked together"""
+Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]  # one way to answer prompts that are asked together
 GREEDY = SamplingParams()
+_ANSWERS = TypeAdapter(dict[str, list[Completion]])
 
 
 @dataclass
@@ -71,29 +71,20 @@ class Journal:
 
     def next(self) -> dict[str, list[Completion]] | None:
         """What was added next when the run was broken off; None behind its end."""
-        if not self._lines:
-            return None
-        read = json.loads(self._lines.pop(0))
-        return {name: [_completion(answer) for answer in answers] for name, answers in read.items()}
+        return _ANSWERS.validate_json(self._lines.pop(0)) if self._lines else None
 
     def add(self, answers: dict[str, list[Completion]]) -> dict[str, list[Completion]]:
         """Keep the answers by method to prompts that were asked together, and return them."""
         if self._file:
             with self._file.open("a", encoding="utf-8") as lines:
                 lines.write("" if lines.tell() else f"{self._run}\n")
-                lines.write(json.dumps(answers, default=asdict) + "\n")
+                lines.write(f"{_ANSWERS.dump_json(answers).decode()}\n")
         return answers
 
     def remove(self) -> None:
         """Forget them: the run is complete."""
         if self._file:
             self._file.unlink(missing_ok=True)
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    """An answer as JSON holds it."""
-    ids, heads = tuple(fields["ids"]), tuple(fields["heads"])
-    return Completion(**fields | {"ids": ids, "heads": heads, "timings": Timings(**fields["timings"])})
 
 
 def reference_of(spec: StackSpec) -> Reference:
@@ -119,7 +110,8 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
     What breaks it off, SIGTERM too, leaves by then measured figures printed and written all the same.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = Report.of(command, spec)
+    verifier = spec.settings().verifier
+    report = Report(command, verifier.dtype, verifier.threads, verifier.device)
     try:
         yield report
     except (Exception, KeyboardInterrupt) as error:
@@ -140,21 +132,14 @@ def running(spec: StackSpec, report: Report, modules: Mapping[str, str] = MODULE
         suspects = sum(metric(ready.metrics, "coppice_head_suspect") for ready in orchestrators)
         # What is measured with a head that was loaded wrongly says nothing.
         report.checks.append(Check("heads that draft far below what they expect", suspects, "0", not suspects))
-    report.checks.append(clean_check(stack))
-
-
-def clean_check(stack: Stack) -> Check:
-    """Whether every process of a stack that has ended stopped by itself."""
-    return Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean, ", ".join(stack.unclean))
+    unclean = stack.unclean
+    report.checks.append(Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean)))
 
 
 def asking(
     client: Client, new_tokens: int, sessions: int = 1, **options: Any
 ) -> Callable[[Sequence[str | Ids], SamplingParams], list[Completion]]:
-    """The way that asks a stack with these options of a request, so many prompts at once.
-
-    End-of-text ids are tokens like any other.
-    """
+    """The way that asks a stack with these options of a request, so many prompts at once, past end-of-text ids too."""
 
     def ask(prompts: Sequence[str | Ids], sampling: SamplingParams) -> list[Completion]:
         request = {"sampling": sampling, "max_new_tokens": new_tokens, "ignore_eos": True, **options}
@@ -178,10 +163,7 @@ def in_turn(
 def timed(
     ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress, most_s: float = math.inf
 ) -> dict[K, list[Completion]]:
-    """Every way's greedy answers, one prompt at a time, in turns; the first prompt is asked before, uncounted.
-
-    After `most_s` seconds no other prompt is begun.
-    """
+    """Every way's greedy answers, a prompt at a time, in turns, the first once before; none is begun after `most_s`."""
     until = time.monotonic() + most_s
     in_turn(ways, prompts[:1], GREEDY, 1, progress)
     groups: list[dict[K, list[Completion]]] = []

@@ -20,8 +20,7 @@ from coppice.speculation.policy import POLICIES, Policy
 from coppice.stack.spec import SHIPPED_HEADS, HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
-ASKED = ("target", "heads", "prompts", "category", "chat", "dtype")
-"""the options of commands that ask a stack"""
+ASKED = ("target", "heads", "prompts", "category", "chat", "dtype")  # the options of commands that ask a stack
 Target = Annotated[Path | None, Option(help="Model's folder, GGUF file or Hub name; default: the demo's.")]
 
 

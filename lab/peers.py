@@ -64,10 +64,7 @@ def check_peers(peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def build(folder: Path | None) -> tuple[Path, Path]:
-    """llama-server, and llama.cpp's converter, made in a folder from source; what is there is not made again.
-
-    Raises InvalidField, CalledProcessError.
-    """
+    """llama-server and the converter, made from source in a folder, once. Raises InvalidField, CalledProcessError."""
     folder = folder or Path(constants.HF_HOME) / "coppice" / "llama.cpp"
     source, server = folder / "source" / VERSION / "llama.cpp", folder / "build" / "bin" / "llama-server"
     if not source.is_dir():

@@ -25,8 +25,7 @@ class Question:
     benchmark: str = ""
     later: tuple[tuple[int, ...], ...] = ()
     """of a conversation: what stands between this answer and the next, and so on"""
-    name: str = ""
-    """its place for people"""
+    name: str = ""  # its place for people
 
     def longest(self, new_tokens: int) -> int:
         """Tokens of the whole conversation, at most."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -17,11 +18,9 @@ from rich.console import Console
 from coppice import __version__
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
-from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Verdict
 
-Row = dict[str, Any]
-"""one method's figures over all its prompts, as `--json` holds them: see `make_row`"""
+Row = dict[str, Any]  # one method's figures over all its prompts, as `--json` holds them: see `make_row`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,8 @@ class Check:
     value: float
     bound: str
     ok: bool
-    note: str = ""
-    """for people only"""
-    weak: bool = False
-    """whether too little was measured to prove it: then a missed bound is a note, not a failure"""
+    note: str = ""  # for people only
+    weak: bool = False  # whether too little was measured to prove it: then a missed bound is a note, not a failure
 
     @property
     def failed(self) -> bool:
@@ -51,64 +48,35 @@ class Report:
     dtype: str
     threads: int
     device: str = "cpu"
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured, as `--json` holds it."""
-    tables: list[str] = field(default_factory=list)
-    """What was measured, for people: Markdown."""
-    notes: list[str] = field(default_factory=list)
-    """Lines below the tables."""
-    checks: list[Check] = field(default_factory=list)
-    """Of correctness."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """What else `--json` holds."""
-
-    @classmethod
-    def of(cls, command: str, spec: StackSpec) -> Self:
-        """An empty report of a command that measures what a spec describes."""
-        verifier = spec.settings().verifier
-        return cls(command, verifier.dtype, verifier.threads, verifier.device)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # what was measured, as `--json` holds it
+    tables: list[str] = field(default_factory=list)  # the same for people: Markdown
+    notes: list[str] = field(default_factory=list)  # lines below the tables
+    checks: list[Check] = field(default_factory=list)  # of correctness
+    figures: dict[str, Any] = field(default_factory=dict)  # what else `--json` holds
 
     @property
     def ok(self) -> bool:
         """Whether no check failed."""
         return not any(check.failed for check in self.checks)
 
-    def add_table(
-        self, title: str, lines: Iterable[Mapping[Any, Any]], formats: Mapping[str, str] | None = None
-    ) -> None:
+    def add_table(self, title: str, lines: Iterable[Mapping[Any, Any]], formats: Mapping[str, str] = {}) -> None:
         """Add a table for people."""
         self.tables.append(table(title, list(lines), formats))
 
     def add_figures(
-        self, name: str, title: str, lines: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
+        self, name: str, title: str, lines: Sequence[Mapping[str, Any]], formats: Mapping[str, str] = {}
     ) -> None:
         """Add lines of one kind: as `figures[name]`, and as a table."""
         self.figures[name] = [dict(line) for line in lines]
         self.add_table(title, lines, formats)
 
     def end(self, json_file: Path | None) -> None:
-        """Print the tables, the notes and the checks, and write all to a file if one is given; exits 1 if a check
-        failed.
-        """
+        """Print all of it, and write it to a file if one is given; exits 1 if a check failed."""
         self.print(Console())
         if json_file:
-            content = {
-                "command": self.command,
-                "version": __version__,
-                "commit": commit(),
-                "machine": machine_line(self.device),
-                "dtype": self.dtype,
-                "threads": self.threads,
-                "rows": self.rows,
-                "checks": [
-                    {key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks
-                ],
-                "ok": self.ok,
-                "figures": self.figures,
-                "tables": self.tables,
-            }
+            facts = {"version": __version__, "commit": commit(), "machine": machine_line(self.device), "ok": self.ok}
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
+            json_file.write_text(json.dumps(asdict(self) | facts, indent=1) + "\n", encoding="utf-8")
         if not self.ok:
             raise typer.Exit(1)
 
@@ -123,14 +91,14 @@ class Report:
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def table(title: str, lines: Sequence[Mapping[Any, Any]], formats: Mapping[str, str] | None = None) -> str:
+def table(title: str, lines: Sequence[Mapping[Any, Any]], formats: Mapping[str, str] = {}) -> str:
     """A title, and Markdown's table with a column for each key that a line has a value for, as wide as it must be.
 
     A float has two digits unless `formats` gives its key another format; None is a dash.
     """
     keys = list(dict.fromkeys(key for line in lines for key, value in line.items() if value is not None))
     cells = [[str(key) for key in keys]]
-    cells += [[_cell(line.get(key), (formats or {}).get(key, "")) for key in keys] for line in lines]
+    cells += [[_cell(line.get(key), formats.get(key, "")) for key in keys] for line in lines]
     widths = [max(len(row[at]) for row in cells) for at in range(len(keys))]
     sides = ["<" if all(isinstance(line.get(key), str) for line in lines) else ">" for key in keys]
     cells.insert(1, [f"{'' if side == '<' else ':':->{width}}" for side, width in zip(sides, widths, strict=True)])
@@ -177,6 +145,20 @@ def make_row(
         "ties": counts["tie"],
         "wrong": counts["wrong"],
     }
+
+
+def costs(answers: Sequence[Completion]) -> tuple[float, float, dict[str, float]]:
+    """Milliseconds of a step: the mean, the median of what the split costs, and the mean by parts."""
+    timings, steps = [answer.timings for answer in answers], sum(answer.steps for answer in answers)
+    step = sum(sum(timing.step_ns) for timing in timings) / steps / 1e6
+    split = statistics.median(each for timing in timings for each in timing.split_ns) / 1e6
+    names = ("draft", "head_forward", "verify", "target_forward", "transport", "accept", "commit")
+    means = {name: sum(getattr(timing, f"{name}_ns") for timing in timings) / steps / 1e6 for name in names}
+    parts = dict[str, float]()
+    for work, model, rest in (("draft", "head", "drafting"), ("verify", "target", "verifying")):
+        forward = min(means[f"{model}_forward"], means[work])
+        parts |= {f"{model} forward": forward, f"rest of {rest}": means[work] - forward}
+    return step, split, parts | {name: means[name] for name in ("transport", "accept", "commit")}
 
 
 def verdicts_of(row: Row) -> str:

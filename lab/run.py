@@ -26,23 +26,19 @@ from coppice.training.progress import Progress
 from lab.measuring import Ask, Asked, Bench, Ids, Journal, asking, in_turn, judged
 from lab.options import read_methods
 from lab.questions import Question
-from lab.report import Report, Row, exactness_checks, make_row, short, verdicts_of
-from lab.steps import FORWARDS, costs, parts_of
+from lab.report import Report, Row, costs, exactness_checks, make_row, short, verdicts_of
 
 HF_GENERATE, HF_LOOKUP, LLAMA = "hf-generate", "hf-lookup", "llama.cpp"
-BASELINES = (HF_GENERATE, LLAMA)
-"""others' plain decoding"""
+BASELINES = (HF_GENERATE, LLAMA)  # others' plain decoding
 PEERS = (HF_GENERATE, HF_LOOKUP)
 LOOKED_UP = (2, 4, 8)
 """tokens that transformers drafts, of which the number that is fastest on the first prompts is taken"""
 TUNING_PROMPTS = 2
 ALL, STEADY = "all", "not looping"
 """the sets of all answers and of those that do not repeat themselves, beside the benchmarks"""
-ALIKE = 0.9
-"""share of the tokens of an answer's second half that are those a period before: from there on it loops"""
+ALIKE = 0.9  # share of the tokens of an answer's second half that are those a period before: from there on it loops
 RESAMPLES = 2000
-SEED = 1
-"""of the keyed noise, and of the bootstrap"""
+SEED = 1  # of the keyed noise, and of the bootstrap
 
 
 def methods_of(names: Sequence[str] | None, heads: Sequence[HeadSpec], sessions: Sequence[int]) -> tuple[str, ...]:
@@ -99,8 +95,7 @@ class Pairs:
     cell: Cell
     answers: Mapping[str, Sequence[Completion]]
     questions: Sequence[Question]
-    asked: Asked = ()
-    """what each question was asked with"""
+    asked: Asked = ()  # what each question was asked with
 
     def sets(self) -> dict[str, Pairs]:
         """All answers, the benchmarks where there are several, and those that plain decoding did not loop on."""
@@ -155,7 +150,8 @@ class Pairs:
         answers, cell = self.answers[method], self.cell
         ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
         figures = {name: some.figures(method) for name, some in self.sets().items()}
-        parts = parts_of(costs(method, answers)) if any(answer.timings.step_ns for answer in answers) else {}
+        timed = any(answer.timings.step_ns for answer in answers)
+        _, split, parts = costs(answers) if timed else (0.0, 0.0, dict[str, float]())
         return make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions) | {
             "speedup": figures[ALL]["over_plain"].value,
             "temperature": cell.temperature,
@@ -163,7 +159,8 @@ class Pairs:
             "figures": figures,
             "accepted": self.accepted(method),
             "parts_ms": parts,
-            "efficiency": sum(parts[name] for name in FORWARDS) / sum(parts.values()) if parts else 0.0,
+            "split_ms": split,
+            "efficiency": (parts["head forward"] + parts["target forward"]) / sum(parts.values()) if timed else 0.0,
             "median_tokens_per_s": statistics.median(answer.tokens_per_s for answer in answers),
             "ttft_ms": ttft_ms,
             "answer_ms": ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
@@ -331,8 +328,9 @@ def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
         if len(its[0]["figures"]) > 1:
             title = f"{cell}: x plain, its median pair / tau / draft share by set of answers"
             report.add_table(title, map(_sets, its))
-        steps = [{"method": short(row["method"]), **row["parts_ms"]} for row in its if row["parts_ms"]]
-        report.add_table(f"{cell}: a mean step's milliseconds", steps)
+        drawn = [row for row in its if row["parts_ms"]]
+        steps = [{"method": short(row["method"]), **row["parts_ms"], "split": row["split_ms"]} for row in drawn]
+        report.add_table(f"{cell}: a mean step's milliseconds, and the median split cost", steps)
         drafted = [row for row in its if row["accepted"]]
         alphas = [{"method": short(row["method"]), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
         if alphas:

@@ -1,9 +1,8 @@
 """What a target and heads of some shape cost, with random weights: `bench synthetic`.
 
-Times are measured, in bare loops and through the services. Random heads guess nothing: what a draft tree would gain is
-not known, but how many tokens a step has to commit so that a head pays. A step of the services commits one token and
-tells what it costs beside the bare loops: its efficiency. Forwards are set beside the time in which memory moves what
-they read, and beside transformers' own decoding.
+Times are measured in bare loops and through the services; efficiency is the former over the latter. Random heads guess
+nothing: what is known is how many tokens a step has to commit so that a head pays. Forwards are compared with the time
+in which memory moves what they read, and with transformers' own decoding.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ from coppice.training.trainer import replacing, usable_device
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.measuring import GREEDY, asking, reference_of, reporting, running, timed
 from lab.options import Options
-from lab.report import Report, Row, make_row
-from lab.steps import costs, parts_of
+from lab.report import Report, Row, costs, make_row
 
-DRAFT_VOCAB = 32_000
-"""SpecBlock, A.1, as EAGLE-3"""
+DRAFT_VOCAB = 32_000  # SpecBlock, A.1, as EAGLE-3
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
 
@@ -93,7 +90,7 @@ def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], d
         auto.from_config(config, dtype=DTYPES[dtype]).save_pretrained(partial)
     parts = TargetParts(target)
     for kind in kinds:
-        shape = head_config(kind, parts, DRAFT_VOCAB)
+        shape = head_config(kind, parts, draft_vocab_size=min(DRAFT_VOCAB, parts.vocab_size))
         student = build_student(shape, parts, torch.arange(shape.draft_vocab_size), 0)
         with replacing(folder / kind) as partial:
             save_head(partial, student.model.to(DTYPES[dtype]), shape)
@@ -130,9 +127,7 @@ class Plan:
 def draft_ms(
     head: Head, prompt: Sequence[int], answer: Sequence[int], budget: int, sessions: int
 ) -> tuple[float, float]:
-    """Median milliseconds of a head's greedy drafts along a recorded answer, of so many sessions at once: of its
-    forwards alone, and with the tree. Features are zeros, which cost as much.
-    """
+    """Median milliseconds of greedy drafts of some sessions along an answer, on zeros: of forwards, and with trees."""
     text, keys, took = [*prompt, *answer], range(sessions), []
     opening = OpenDraft("", list(prompt), GREEDY, features=head.blank_features(0, len(prompt)))
     for key in keys:
@@ -259,28 +254,25 @@ def measure_services(plan: Plan, progress: Progress) -> list[Row]:
         methods = ("plain", *(f"single:{head.name}" for head in plan.spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
         for method, answers in timed(ways, prompts, progress).items():
-            step, row = costs(method, answers), make_row(method, answers, [], plan.options.budget)
+            (step, _, parts), row = costs(answers), make_row(method, answers, [], plan.options.budget)
             head_ms, _ = plan.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
             bare_ms = plan.forward_ms(row["verified_nodes"] + 1) + head_ms
-            line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row["tau"]}
-            lines.append(line | parts_of(step))
+            line = {"method": method, "step_ms": step, "efficiency": bare_ms / step, "tau": row["tau"]}
+            lines.append(line | parts)
     return lines
 
 
 def add_roofline(engine: Engine, cells: Sequence[tuple[int, int, int]], report: Report) -> None:
     """Time forwards of (sessions, rows, context), and compare them with a copy of as many bytes as they read."""
     speed, lines = bytes_a_second(engine.pool.device), []
+    token_bytes = sum(part[0].nbytes for layer in engine.pool.layers for part in layer)  # keys and values
     for sessions, rows, context in cells:
-        took, read = bare_ms(engine, rows, context, sessions), bytes_read(engine, sessions * (context + rows))
+        took, read = bare_ms(engine, rows, context, sessions), sessions * (context + rows) * token_bytes
+        read += engine.bytes_read
         line = {"sessions": sessions, "rows": rows, "context": context, "ms": took, "GB read": read / 1e9}
         roofline_ms = read / speed * 1e3
         lines.append(line | {"roofline ms": roofline_ms, "over roofline": took / roofline_ms})
     report.add_figures("roofline", f"forwards; memory moves {speed / 1e9:.0f} GB/s in a copy", lines)
-
-
-def bytes_read(engine: Engine, tokens: int) -> int:
-    """Bytes that a forward cannot do without: the weights, and the keys and values of so many tokens."""
-    return engine.bytes_read + tokens * sum(part[0].nbytes for layer in engine.pool.layers for part in layer)
 
 
 def bytes_a_second(device: torch.device) -> float:
@@ -290,5 +282,5 @@ def bytes_a_second(device: torch.device) -> float:
     for _ in range(REPEATS):
         clock = Clock(device)
         clock(target.copy_, source)
-        took.append(clock.ns)
+        took.append(clock.taken())
     return 2e9 * len(source) / median(took)

@@ -14,7 +14,6 @@ from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
-from coppice.telemetry import serve_metrics
 from coppice.v1 import generation_pb2
 from coppice.wire.drafter import vocabulary_hash
 
@@ -81,8 +80,7 @@ async def serve(settings: Settings) -> int:
         metrics.waiting.set_function(lambda: servicer.seats.waiting)
         metrics.kv_usage.set_function(lambda: verifiers.kv_usage)
         tokens = Tokens(options.tokens, metrics.client_requests) if options.tokens else None
-        serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
-        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
+        serving = Serving(settings, "orchestrator", tokens)
         if options.http_port >= 0:
             from .http.server import HttpServer  # its packages nobody else needs
 
@@ -90,7 +88,7 @@ async def serve(settings: Settings) -> int:
             serving.others["http"] = await http.start()
             stopping.push_async_callback(http.stop)
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-        await serving.start(service, servicer, port, servicer.check_seats)
+        await serving.start({service: servicer}, metrics.registry, servicer.check_seats)
         return await serving.until_stopped(failed)
 
 

@@ -1,19 +1,12 @@
-"""`auto`: which heads to ask in a step, if any, by what steps lately gained and took.
+"""`auto`: which heads to ask in a step, if any, by what steps lately gained and took (docs/policies.md).
 
-A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens that a step commits over
-the seconds that it takes,
+An *arm* is plain, one head, or all heads routed or merged. The one that commits the most tokens a second is played,
 
     rate = (1 + gain) / (plain step + extra),
 
-where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
-rows, and waiting for others that draft too. All sessions of a process share the seconds, by arm and load, and the
-gains, by arm; a text's own steps outweigh all other texts' after TEXT_STEPS of them.
-
-The arm of the highest rate is played; plain is an arm, so it is the floor. At a new load a few plain steps come
-first, and a new head is played for a few rounds. Another arm is tried for a few rounds when its rate would be above the
-best one's if both gain one standard deviation more (an upper confidence bound: Auer et al., 2002), and when an
-allowance, a small share of all time, pays for what the tries are expected to lose. So what exploring costs is bounded
-whatever the arms are like. The choice is deterministic given what steps took and gained.
+where gain is the accepted drafts and extra what a step of the arm takes beside a plain one. Another arm is tried for a
+few rounds when its rate would be above the best one's if both gain one standard deviation more (an upper confidence
+bound: Auer et al., 2002), and an allowance, a small share of all time, pays for what the tries are expected to lose.
 """
 
 from __future__ import annotations
@@ -114,10 +107,8 @@ class Gain:
 
 
 class Rates:
-    """What steps of a process's texts gained and took by arm and load, and the arm that all of them play.
-
-    Sessions that draft for different times would fall into groups that wait for each other's forwards, so all of them
-    play the same arm, chosen anew when each had a step.
+    """What steps of a process's texts gained and took by arm and load, and the arm that all of them play until each had
+    a step: sessions that draft for different times would wait for each other's forwards.
     """
 
     def __init__(self) -> None:
@@ -154,10 +145,8 @@ class Rates:
             self.load = len(self.texts).bit_length()
 
     def observe(self, text: AutoPolicy, seconds: float, rows_s: float, accepted: int, opening: bool = False) -> None:
-        """Take in what the step of the last decision came to.
-
-        rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head had to prefill,
-        so that the step's time says nothing of later ones.
+        """Take in a step. rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a
+        head had to prefill, so that its time says nothing of later ones.
         """
         text.steps += 1
         self._steps += 1
@@ -209,15 +198,13 @@ class Rates:
         return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
 
     def rates(self, name: str) -> tuple[float, float]:
-        """Tokens a second of an arm in a mean text of those under way, and if it gains one standard deviation more.
-
-        Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
-        """
+        """Tokens a second of an arm in a mean text of those under way, and if it gains one standard deviation more."""
         count, own, before, gain = len(self.texts), 0.0, 0.0, 0.0
         for text in self.texts:
             gain += self.gain(text, name) / count
             own += text.own[name].steps / count
             before += self.gains[text.keys[name]].steps / count
+        # Accepted drafts vary like geometric counts.
         doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
         seconds = self.step_s(self.texts[0], name)
         return (1 + gain) / seconds, (1 + gain + doubt) / seconds

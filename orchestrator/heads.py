@@ -54,10 +54,8 @@ parent (at most 0), its score, and whether it spells the text, too"""
 
 
 def offers(tree: DraftTree, continuation: Sequence[int]) -> list[Offer]:
-    """The nodes of a head's own tree that the text says something about; the root, at depth 0, always spells it.
-
-    `continuation` is the target's tokens after the root: the accepted path and the next root. So a tree that was not
-    verified, or was pruned before it was, is judged like one that was.
+    """The nodes of a head's own tree that the text says something about, whether or not they were verified; it is told
+    by the target's tokens after the root, which is at depth 0: the accepted path and the next root.
     """
     found, depths, end = list[Offer](), {0: 0}, len(continuation)
     scores = [0.0, *tree.log_probs.tolist()]
@@ -73,10 +71,8 @@ def offers(tree: DraftTree, continuation: Sequence[int]) -> list[Offer]:
 
 
 def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] | None:
-    """Where a head's own tree first left the text: (depth of the node it left at, the node); None if it never did.
-
-    `continuation` is the target's tokens after the root. The tree left it at the first node on it that has children
-    none of which is the target's token; a text that leads to a leaf was drafted as far as the tree goes.
+    """Where a head's own tree first left the text: (depth of the node it left at, the node). That is the first
+    node on it that has children none of which is the target's token. None if it never did.
     """
     found = offers(tree, continuation)
     deepest = max([depth + right for _, _, depth, _, _, right in found], default=0)
@@ -96,10 +92,7 @@ def step_log_probs(tree: DraftTree) -> NDArray[np.float64]:
 
 
 def best_path(found: Sequence[Offer]) -> list[bool]:
-    """Return whether a head's best token was right at depth 1, 2, ..., as far as the best ones before it were.
-
-    The best of a node's children has the highest score.
-    """
+    """Whether a head's best token, of the highest score, was right at depth 1, 2, ... as far as those before were."""
     best = dict[int, Offer]()
     for offer in found:
         parent, score = offer[1], offer[4]
@@ -113,14 +106,12 @@ def best_path(found: Sequence[Offer]) -> list[bool]:
 
 
 class Calibration:
-    """Online calibration of one head: P(accepted | parent accepted) = sigmoid(scale * logit(q) + shift).
+    """Online calibration of one head: P(accepted | parent accepted) = sigmoid(scale * logit(q) + shift), where q is the
+    head's conditional probability of a node.
 
-    q is the head's conditional probability of a node. Scale and shift start at the identity (1, 0), where a prior
-    weighs as much as PRIOR_NODES observed nodes, and follow the text by online Newton steps of the logistic loss. The
-    curvature is Boehning's bound of it, 1/4 x x', so that no surprise can overshoot; evidence older than about
-    MEMORY_STEPS steps fades, since heads are trained while they serve. The state is five numbers.
-
-    As scale stays positive, no two children of a node change places; a calibrated node never exceeds its parent.
+    Scale and shift begin at 1 and 0 with a prior of PRIOR_NODES nodes and follow the text by online Newton steps of the
+    logistic loss, with Boehning's bound of the curvature, 1/4 x x', so that no surprise overshoots. Evidence older than
+    about MEMORY_STEPS steps fades. As scale stays positive, no two children of a node change places.
     """
 
     PRIOR_NODES = 64
@@ -167,17 +158,13 @@ class Calibration:
 
 class AcceptanceWatch:
     """A sequential test of whether a head drafts far below what it was trained to, as one that was loaded wrongly does:
-    every text is right, only slow. The share of right tokens is compared with that which the head's folder expects
-    (coppice/config/model.py).
+    every text is right, only slow. What is expected stands in the head's folder (coppice/config/model.py).
 
-    It is an e-process: a bet against "the head is right at least as often as expected", which wins only if it is not.
-
-    For each depth and each of a few shares of what is expected, the likelihood ratio of that share (Wald, 1945) over
-    all trials since some start; a start at trial n weighs 1 / (n (n + 1)), so that a head which becomes faulty late is
-    found, too. Of a head whose every trial is right with at least the expected chance, whatever came before, such a
-    mixture is a supermartingale that begins at 1, so it ever reaches 1 / a with a chance of at most a (Ville, 1939).
-
-    Each push of weights begins anew; the nth may raise a false alarm with 1 / (n (n + 1)) of the chance.
+    It is an e-process, a bet against "the head is right at least as often as expected": for each depth and each of a
+    few shares of what is expected, the likelihood ratio of that share (Wald, 1945) over all trials since some start; a
+    start at trial n weighs 1 / (n (n + 1)), so that a head which becomes faulty late is found, too. While every trial
+    is right with at least the expected chance, the mixture is a supermartingale that begins at 1, so it ever reaches
+    1 / a with a chance of at most a (Ville, 1939). Each push of weights begins anew, the nth with 1 / (n (n + 1)) of a.
     """
 
     def __init__(self, expected: Sequence[float], false_alarms: float = FALSE_ALARMS) -> None:
@@ -195,10 +182,7 @@ class AcceptanceWatch:
         self.suspect = False
 
     def observe(self, path: Sequence[bool], version: int = 0) -> bool:
-        """Learn from a draft's `best_path`, and return whether the head is suspected now and was not before.
-
-        `version` is that of the weights that drafted; drafts of earlier ones are not counted.
-        """
+        """Learn from a draft's `best_path`, of weights of this version; whether the head is suspected from now on."""
         if version > self.version:
             self.version = version
             self._begin()
@@ -258,9 +242,7 @@ class HeadPool(Pool[DrafterReplica]):
         suspects.set_function(lambda: sum(replica.watch.suspect for replica in self.replicas))
 
     async def describe(self, replica: DrafterReplica) -> str:
-        """The first that answers says which features the head reads; one that reads others is never used, nor one that
-        reads what the target does not have, or has another vocabulary.
-        """
+        """The first that answers says which features the head reads; one that reads others is never used."""
         head = drafter.read_head(await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=PROBE_S))
         misfit = self._misfit(head)
         if misfit and misfit != replica.unfit:
@@ -285,10 +267,7 @@ class HeadPool(Pool[DrafterReplica]):
         return "" if layers == self.feature_layers else f"it reads features of {layers}"
 
     def judge(self, replica: DrafterReplica, path: Sequence[bool], version: int) -> None:
-        """Learn from a draft whether a replica drafts as it was trained to, and say so once when it does not.
-
-        path: of the draft, see `best_path`. version: of the weights that made it.
-        """
+        """Learn from a draft's `best_path` whether a replica drafts as it was trained to; log once that it does not."""
         watch = replica.watch
         if not watch.observe(path, version):
             return
@@ -310,10 +289,7 @@ class HeadPool(Pool[DrafterReplica]):
 
 
 def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
-    """The layers whose features these heads read together, none when no head is known to read any.
-
-    Raises InvalidField naming `field` when they are more than a session may ask for.
-    """
+    """The layers whose features these heads read together. Raises InvalidField naming `field` for too many of them."""
     layers = tuple(dict.fromkeys(layer for pool in pools for layer in pool.feature_layers or ()))
     if len(layers) > MAX_FEATURE_LAYERS:
         named = ", ".join(f"{pool.name} {pool.feature_layers}" for pool in pools if pool.feature_layers)
@@ -350,7 +326,7 @@ class Draft:
         """Take in a part of the tree."""
         nodes = delta.nodes
         self.forward_ns, self.weights_version = delta.forward_ns, delta.fence.weights_version
-        self.tree = extend(self.tree, nodes.tokens, nodes.parents, nodes.log_probs) if len(self.tree) else nodes
+        self.tree = extend(self.tree, nodes) if len(self.tree) else nodes
         self.deltas += delta.made or (len(nodes),)
         self.predicted += delta.predicted
         if delta.q_rows is not None:
@@ -363,9 +339,8 @@ NO_DRAFT = Draft()  # the draft of a head that was not asked; nobody changes it
 class HeadSession:
     """One request's stream to one replica of a head; re-opened after trouble.
 
-    A replica that misses two deadlines in a row, or keeps missing more than one in nine, is asked nothing for a while:
-    each miss costs a whole deadline. Between two steps the stream moves to a replica with fewer sessions, such as one
-    that has just come.
+    A replica that misses two deadlines in a row, or more than one in nine, is asked nothing for a while. Between two
+    steps the stream moves to a replica with fewer sessions.
     """
 
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int, learns: bool) -> None:
@@ -390,13 +365,10 @@ class HeadSession:
         self._opened = False
         self._waited_to_open = False
         self._misses = 0.0
-        self._refused: dict[DrafterReplica, float] = {}
-        """by replicas that refused the text until when they are not asked again, of `monotonic`"""
+        self._refused: dict[DrafterReplica, float] = {}  # until when those that refused the text are not asked again
 
     def open(self, ids: list[int]) -> None:
-        """Start a stream on the committed ids unless there is one, every replica is cooling down or features are
-        missing.
-        """
+        """Start a stream on the committed ids unless there is one, no replica is fit, or features are missing."""
         if self._replica is not None or self._layers is None or (self._layers and self.window is None):
             return
         replica = self._replica = self.pool.pick(self._refusing())
@@ -456,9 +428,7 @@ class HeadSession:
             draft.answer.set_result(None)
 
     def _follow(self, length: int) -> Features | None:
-        """The verifier's session for the drafter to follow, unless it was told of it; a head that reads features needs
-        those of the latest positions before `length`.
-        """
+        """The verifier's session for the drafter to follow, unless it was told of it, with features before `length`."""
         window = self.window
         if window is None or window.ref is None or window.ref.session == self._followed:
             return None
@@ -468,9 +438,7 @@ class HeadSession:
         return replace(window, count=count, ref=replace(window.ref, count=count, layers=layers))
 
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> Draft | None:
-        """Ask for a tree below `root`, which comes into the draft. None when the head sits this out: a stream that is
-        still opening is waited for once in a session.
-        """
+        """Ask for a tree below `root`. None when the head sits this out: an opening stream is waited for once."""
         if self._opened and self._replica:
             best = self.pool.pick(self._refusing())
             if best is not None and best.sessions + 1 < self._replica.sessions:  # to even out how many they have
@@ -493,20 +461,13 @@ class HeadSession:
         return not self._opened and not self._waited_to_open
 
     def reject(self, draft: Draft, start: int, offered: Sequence[int]) -> None:
-        """Tell the drafter with the next step where its last tree left the text, unless all of it was accepted.
-
-        start: position of the first token of `offered`.
-        """
+        """Tell the drafter with the next step where its last tree left the text: it has `offered` from `start` on."""
         if (miss := first_miss(draft.tree, offered)) is not None:
             depth, node = miss
             self._rejection = Rejection(start + depth, node, offered[depth])
 
     def learn(self, draft: Draft, offered: Sequence[int]) -> None:
-        """Learn what the head's confidences are worth, from every node that the text says something about, and whether
-        it drafts as it was trained to.
-
-        offered: the target's tokens behind the root.
-        """
+        """Learn what the head's confidences are worth, and whether it drafts as it was trained to, from the text."""
         found = offers(draft.tree, offered)
         self.pool.calibration.observe([(log_prob, right) for _, _, _, log_prob, _, right in found])
         if draft.replica is not None and draft.replica.watch.expected and self._is_measured:

@@ -1,7 +1,5 @@
-"""What the orchestrator counts.
-
-What vLLM measures too has vLLM's name (`vllm:...`) and labels (`model_name`, `engine`), so vLLM's main
-dashboard and that of speculative decoding show an orchestrator as it is. Everything else begins with `coppice_`.
+"""What the orchestrator counts: what vLLM measures too under vLLM's name (`vllm:...`) and labels (`model_name`,
+`engine`), so that vLLM's dashboards show an orchestrator as it is, and all else under `coppice_`.
 """
 
 from __future__ import annotations

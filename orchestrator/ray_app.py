@@ -31,8 +31,8 @@ from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.access import is_loopback
 from coppice.rpc.channels import Dialer, Metadata, Stub
 from coppice.stack.launch import MODULES
-from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
-from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, checkout
+from coppice.stack.process import ProcessFailed, Ready, ServiceProcess, checkout
+from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS
 from coppice.telemetry import metric
 from coppice.v1 import generation_pb2
 
@@ -116,9 +116,8 @@ class Args(BaseModel):
 
 
 def scale_by_sessions(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Serve's policy: replicas for all sessions held, averaged over the look-back; Serve applies delays and bounds.
-
-    A running replica that has not said yet what it holds counts as busy: nothing is taken away meanwhile.
+    """Serve's policy: replicas for all sessions held, averaged over the look-back; Serve applies delays and bounds. A
+    replica that has not said yet what it holds is busy: nothing is taken away meanwhile.
     """
     sessions = (context.aggregated_metrics or {}).get("sessions", {})
     replicas = math.ceil(round(sum(sessions.values()) / context.config.target_ongoing_requests, 3))
@@ -141,7 +140,7 @@ class ServiceReplica:
         host = server.get("host", node)
         server = {"host": host, "advertise": "" if is_loopback(host) else node, **server}  # where others find it
         file.write_text(yaml.safe_dump({**sections, "server": server}), encoding="utf-8")
-        self._process = ServiceProcess(name, role, MODULES[role], {**flags, "config": file}, folder, checkout())
+        self._process = ServiceProcess(name, role, MODULES[role], {**flags, "config": file}, folder)
         self._process.start()
         self._relay = threading.Thread(target=_relay, args=(self._process.log_file,), name="relay", daemon=True)
         self._relay.start()
@@ -203,10 +202,7 @@ def _relay(file: Path) -> None:
 
 
 class Ingress:
-    """GenerationService behind Serve's gRPC proxy: each call goes on to some orchestrator, and its status comes back.
-
-    A caller that cancels, or whose deadline passes, is gone for Serve, and the call to the orchestrator is cancelled.
-    """
+    """GenerationService behind Serve's gRPC proxy: each call goes on to some orchestrator, whose status comes back."""
 
     def __init__(self, orchestrators: Any, others: list[Any], sections: Sections) -> None:
         """`orchestrators` is their handle; `others` are the handles of what is deployed beside them."""

@@ -47,10 +47,7 @@ PROBE_S = 1.0  # time between two looks at a replica, and how long it may take t
 
 
 class Replica:
-    """One process: its channel, its sessions of this orchestrator, and a breaker.
-
-    One that leaves the directory lives on until its last session ends; its channel closes with it.
-    """
+    """One process: its channel, which lives until the last session ends, its sessions from here, and a breaker."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
         self.address = address
@@ -126,10 +123,8 @@ class Pool(ABC, Generic[R]):
         """Ask a replica what it serves; note how that ended, and whether it can be used."""
         try:
             misfit = await self.describe(replica)
-        except grpc.RpcError as error:
-            replica.answered(from_rpc_error(error))
-        except CoppiceError as error:
-            replica.answered(error)
+        except (grpc.RpcError, CoppiceError) as error:
+            replica.answered(error if isinstance(error, CoppiceError) else from_rpc_error(error))
         else:
             replica.answered(None)
             if misfit and misfit != replica.unfit:
@@ -147,10 +142,7 @@ class Pool(ABC, Generic[R]):
 
     @abstractmethod
     async def describe(self, replica: R) -> str:
-        """Ask it what it serves, for PROBE_S at most; returns why it cannot be used, empty when it can.
-
-        Raises grpc.RpcError, CoppiceError.
-        """
+        """Ask it what it serves; returns why it cannot be used, or nothing. Raises grpc.RpcError, CoppiceError."""
 
 
 LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, InternalError)
@@ -213,10 +205,8 @@ class TargetPool(Pool[VerifierReplica]):
         return self.target
 
     def pick_for(self, prefix: bytes, avoid: Collection[VerifierReplica] = ()) -> tuple[VerifierReplica | None, bool]:
-        """A fit replica for a text that begins with `prefix`, and whether it is the one that texts like it go to.
-
-        All orchestrators agree on that one without a word (rendezvous hashing). Where it has too many sessions, or is
-        to be avoided, the next in the same order takes its place.
+        """A fit replica for a text that begins with `prefix`, and whether it is the one that texts like it go to, on
+        which all orchestrators agree (rendezvous hashing). The next one stands in where that has too many sessions.
         """
         least = self.pick(avoid)
         if least is None:
@@ -266,8 +256,7 @@ class TargetSession:
     async def open(self, ids: Sequence[int], patient: bool = False) -> SessionOpened:
         """Prefill `ids` on a verifier that may know their beginning and has few sessions, on another when that fails.
 
-        `patient`: wait also for verifiers that are full. Raises what the last verifier refused it with, Unavailable
-        when there was none for `failover_s`.
+        `patient`: wait for full ones, too. Raises what the last one refused it with, Unavailable if there was none.
         """
         loop = asyncio.get_running_loop()
         prefix = self._opening.salt.encode() + np.array(ids[:_PREFIX_TOKENS], "<u4").tobytes()
@@ -305,9 +294,7 @@ class TargetSession:
         return opened
 
     async def reopen(self, ids: Sequence[int], steps: int, reason: CoppiceError) -> SessionOpened:
-        """Prefill what is committed on another verifier, `steps` after the first. Raises `reason` when it happened too
-        often in a row, and what `open` raises.
-        """
+        """Prefill what is committed, after these steps, on another verifier. Raises `reason` at last, and as `open`."""
         self._losses += 1
         if self._losses > _MOST_LOSSES:
             raise reason

@@ -29,9 +29,7 @@ _CLIENT: ContextVar[bytes] = ContextVar("client", default=b"")
 
 def client_salt() -> str:
     """A hash that tells clients apart: of the name of the token that the call in hand came with, and of the hashes of
-    all tokens of that name. Knowing the name is not enough to compute it.
-
-    All tokens of a name make the same, and all calls do where none is needed.
+    all tokens of that name, so that the name is not enough to compute it. Where no token is needed all make the same.
     """
     return sha256(_CLIENT.get()).hexdigest()
 
@@ -47,8 +45,7 @@ class BearerToken:
 
 def read_tokens(file: str) -> tuple[BearerToken, ...]:
     """The entries of a file, `NAME SHA256HEX [SESSIONS]` a line; empty lines and those that begin with # are skipped.
-
-    Several entries may bear one name, as while its token is replaced. Raises InvalidField naming the line.
+    Several may bear one name, as while its token is replaced. Raises InvalidField naming the line.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -79,10 +76,9 @@ class Tokens:
         self._running: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> AsyncIterator[None]:
-        """Let a call in for the length of the block; `counted` ones count towards the limit of their name.
-
-        Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
+    async def __call__(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> AsyncIterator[None]:
+        """Let a call in for the length of the block. Raises Unauthenticated, the same for any wrong token and for none,
+        and Overloaded beyond the limit of its name, towards which `counted` ones count.
         """
         self._reread()
         entry = self._find(metadata)
@@ -102,10 +98,7 @@ class Tokens:
             self._running[name] -= counted
 
     def _find(self, metadata: Iterable[tuple[str, str | bytes]]) -> BearerToken | None:
-        """Whose token a call has; None when it has none, or more than one.
-
-        Compares with every entry, in a time that does not tell which one it was.
-        """
+        """Whose token a call has; None when it has none, or more than one. The time does not tell which one it was."""
         values = [value for key, value in metadata if key == "authorization"]
         scheme, _, token = str(values[0]).partition(" ") if len(values) == 1 else ("", "", "")
         digest, bearer = sha256(token.encode()).digest(), None

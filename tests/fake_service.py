@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unavailable
@@ -133,8 +134,8 @@ def _role(settings: Settings) -> str:
 
 
 async def _serve(settings: Settings, role: str) -> None:
-    serving = Serving(settings.server, settings.limits, role)
-    await serving.start(SERVICES[role], Anything(), metrics_port=9 if role == "orchestrator" else 0)
+    serving = Serving(settings, role)
+    await serving.start({SERVICES[role]: Anything()}, CollectorRegistry() if role == "orchestrator" else None)
     mode = settings.verifier.name
     if mode == "dies-later":
         await asyncio.sleep(0.2)

@@ -48,10 +48,10 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, inputs: StepInputs, layer: Layer
 ) -> Tensor:
     """The rule of `kernels.tree_attention`, of which see there, in torch's operators, as one operator."""
-    rows = inputs.new_slots, inputs.session, inputs.paged, inputs.length, inputs.tail, inputs.table
+    rows = [part[: len(q)] for part in (inputs.new_slots, inputs.session, inputs.paged, inputs.length, inputs.tail)]
     scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
     numbers = inputs.pool.block_size, layer.window or 0, scale, layer.softcap or 0.0
-    out: Tensor = _tree_attention(q, k, v, keys, values, layer.sinks, *rows, *numbers)
+    out: Tensor = _tree_attention(q, k, v, keys, values, layer.sinks, *rows, inputs.table, *numbers)
     return out
 
 

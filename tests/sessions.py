@@ -255,7 +255,7 @@ class DrafterClient:
         while True:
             delta = await self.read()
             assert isinstance(delta, TreeDelta)
-            nodes = extend(nodes, delta.nodes.tokens, delta.nodes.parents, delta.nodes.log_probs)
+            nodes = extend(nodes, delta.nodes)
             q_rows = delta.q_rows
             if delta.last:
                 return TreeDelta(delta.fence, nodes, True, delta.forward_ns, delta.total_ns, q_rows)

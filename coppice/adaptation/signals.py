@@ -40,21 +40,13 @@ _BATCH_ENTRIES, _BATCH_BYTES = 256, 1 << 20
 Stream = Literal["queries", "samples"]
 Demand = Literal["", "texts", "misses"]
 """what is wanted: nothing; samples of what was committed, each position once; or also how far drafts missed"""
-Fields = dict[bytes, bytes]
-"""One stream entry"""
+Fields = dict[bytes, bytes]  # one stream entry
 
 SENDER, NUMBER = b"by", b"n"
 """Fields that a producer adds to its entries, so that a reader sees what was trimmed before it was read"""
 MAX_META_BYTES = 4096
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def _checked_session(session: str) -> str:
-    limits.check_session("session", session)
-    return session
-
-
-_Session = Annotated[str, AfterValidator(_checked_session)]
+_Session = Annotated[str, AfterValidator(partial(limits.check_session, "session"))]
 _Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 
@@ -80,16 +72,12 @@ class QueryRecord:
     """One request that ended, about one of the heads that drafted in it."""
 
     session: _Session
-    s: _Amount
-    """sum of the head's misses, 1 - r each (SpecBlock, equation 8); 0 where only texts are wanted"""
-    tau: _Amount
-    """mean tokens of a step"""
+    s: _Amount  # sum of the head's misses, 1 - r each (SpecBlock, equation 8); 0 where only texts are wanted
+    tau: _Amount  # mean tokens of a step
     new_tokens: _Count
     steps: _Count
-    tokens_per_s: _Amount
-    """of decoding, without the prefill"""
-    versions: tuple[_Count, _Count]
-    """of the head's weights, first and last seen; equal: the query lived on one version"""
+    tokens_per_s: _Amount  # of decoding, without the prefill
+    versions: tuple[_Count, _Count]  # of the head's weights, first and last seen; equal: the query lived on one version
     kind: Annotated[int, Field(ge=0, le=limits.MAX_KINDS)] = 0
     """of text that the drafter took the prompt for"""
     variant: Annotated[int, Field(ge=0, le=limits.MAX_VARIANTS)] = 0
@@ -121,14 +109,10 @@ def read_query(fields: Mapping[bytes, bytes]) -> QueryRecord:
 class Sample:
     """A window of a committed text, as the head reads it."""
 
-    session: str
-    """the request's name"""
-    tokens: NDArray[np.int64]
-    """(W + 1,) ids"""
-    features: bytes
-    """(W, F) target features of all of these positions but the last, row-major"""
-    dtype: str = "float32"
-    """of the features; or bfloat16"""
+    session: str  # the request's name
+    tokens: NDArray[np.int64]  # (W + 1,) ids
+    features: bytes  # (W, F) target features of all of these positions but the last, row-major
+    dtype: str = "float32"  # of the features; or bfloat16
 
     def feature_rows(self) -> NDArray[np.float32]:
         """Return the (W, F) features as float32."""
@@ -190,8 +174,7 @@ class Bounds:
 
 
 BOUNDS = Bounds()
-_Entry = tuple[Stream, str, Fields]
-"""a record on its way, with its key"""
+_Entry = tuple[Stream, str, Fields]  # a record on its way, with its key
 
 
 class Producer:

@@ -1,12 +1,9 @@
 """A head's weights as drafters and the adapter name, compare and send them, and its variants for kinds of text.
 
 Names are the public ones (coppice/heads/checkpoints.py), values float32 whatever a drafter computes in. d2t is no
-weight: which id is which never changes.
-
-Variants are other weights for other kinds of text, beside the deployed ones, and part of the head's weights:
-`variants.2.NAME` is variant 2's value of the tensor NAME; of every tensor that is not named so it has variant 0's, the
-deployed one. `routes` says which texts a variant drafts for. So one version, one hash, one push and one rollback hold
-for all of them.
+weight: which id is which never changes. `variants.2.NAME` is variant 2's value of the tensor NAME; of every other
+tensor it has the deployed one. `routes` says which texts a variant drafts for. So one version, one hash, one push and
+one rollback hold for all of them.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from coppice.limits import CHUNK_BYTES, MAX_KINDS, MAX_VARIANTS, SKETCH
 from coppice.speculation.sampling import uniform
 from coppice.wire.drafter import WeightsHeader, WeightsPart
 
-ROUTES = "routes"
-"""The tensor's name: a row a kind of text, which is numbered from 1"""
+ROUTES = "routes"  # the tensor's name: a row a kind of text, which is numbered from 1
 _ROUTES_SHAPE = (MAX_KINDS, SKETCH + 4)  # squared radius (0: no such kind), variant, share, other variant, centroid
 _PREFIX = "variants."
 _ROWS = 32  # of a prompt, its last ones, that its sketch is made of
@@ -54,8 +50,7 @@ class Weights:
     """One version of a head's weights. Nobody writes into its tensors."""
 
     version: int
-    tensors: Mapping[str, Tensor]
-    """float32 on the CPU, by public name"""
+    tensors: Mapping[str, Tensor]  # float32 on the CPU, by public name
     digests: Mapping[str, bytes]
 
     @cached_property
@@ -82,10 +77,7 @@ class Weights:
 
 
 def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHeader, list[WeightsPart]]:
-    """Pack what makes `weights` of `parent`, the version in use or version 0: a safetensors file in parts of 1 MiB.
-
-    It holds the tensors that differ, as float32 whatever they were computed in.
-    """
+    """Pack the float32 tensors that make `weights` of `parent`, in use or version 0: safetensors in parts of 1 MiB."""
     file = save({name: torch.from_numpy(float_bytes(weights.tensors[name])) for name in weights.differing(parent)})
     parts = [WeightsPart(file[start : start + CHUNK_BYTES]) for start in range(0, len(file), CHUNK_BYTES)]
     return WeightsHeader(head, weights.version, parent.version, parent.hash, weights.hash), parts
@@ -137,15 +129,11 @@ def sketch_of(rows: Tensor) -> Vector:
 class Route:
     """The variant for a kind of text: those whose sketches are near its centroid."""
 
-    centroid: Sequence[float]
-    """(SKETCH,)"""
-    radius: float
-    """largest squared distance"""
+    centroid: Sequence[float]  # (SKETCH,)
+    radius: float  # largest squared distance
     variant: int = 0
-    share: float = 0.0
-    """of these texts that it drafts for"""
-    other: int = 0
-    """the variant for the others"""
+    share: float = 0.0  # of these texts that it drafts for
+    other: int = 0  # the variant for the others
 
 
 class Routes:

@@ -24,9 +24,7 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
     """A context manager that closes its channel. Every call raises the CoppiceError that it is answered with."""
 
     def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
-        """Connects with the first call, by default to COPPICE_ADAPTER_ADDRESS, else where `coppice up --adapt` puts it;
-        `dialer` None: with the certificates that the environment names.
-        """
+        """Connects with the first call, by default to COPPICE_ADAPTER_ADDRESS, with the environment's certificates."""
         dialer = dialer or Dialer(tls=Dialer.from_environment().tls)
         address = address or os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
         self._channel = dialer.open_blocking(address)

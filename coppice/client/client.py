@@ -51,8 +51,7 @@ class Attempts:
         limits.check_range("timeout", timeout, 0, TIMEOUT_S)
         self.message = message
         self.at = first
-        self.silent = threading.Event()
-        """the server that is asked was found dead"""
+        self.silent = threading.Event()  # the server that is asked was found dead
         self._addresses, self._tried = addresses, 0
         self._full: Overloaded | None = None
         self._allowed_s, self._deadline = timeout, time.monotonic() + timeout
@@ -89,10 +88,9 @@ class Attempts:
         return replace(event, new_tokens=len(self._held), resumed=self._resumed)
 
     def delay_after(self, failure: CoppiceError, final: bool = False) -> float:
-        """Seconds to wait before the next attempt, elsewhere if there is elsewhere; raises the failure at last.
-
-        Only what another attempt may mend is tried again: an answer that has begun goes on from what is held; one that
-        has not is refused when all were asked and one of them was full. `final`: there is to be no other attempt.
+        """Seconds to wait before the next attempt, elsewhere if there is elsewhere; raises the failure if it is `final`
+        or no attempt may mend it. An answer that has begun goes on from what is held; one that has not is refused when
+        all were asked and one of them was full.
         """
         if self.silent.is_set():
             failure = Unavailable("the server stopped answering")
@@ -159,9 +157,7 @@ class _Endpoint:
 
     def __init__(self, address: str | Sequence[str] | None = None, *, dialer: Dialer | None = None) -> None:
         """Connect lazily to HOST:PORT or several, a list or with commas between; default COPPICE_ADDRESS, else
-        127.0.0.1:50051.
-
-        `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
+        127.0.0.1:50051. dialer: certificates and the bearer token, else the environment's. Raises InvalidField.
         """
         address, dialer = address or default_address(), dialer or Dialer.from_environment()
         names = address.split(",") if isinstance(address, str) else address
@@ -225,11 +221,6 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
             answer.add(event)
         return answer.completion()
 
-    def prompt_tokens(self, prompt: Prompt) -> int:
-        """How many tokens the server makes of a prompt, at no forward. Raises InvalidField where they leave no room."""
-        # With all of max_new_tokens in resume_ids the answer ends before the first forward.
-        return self.generate(prompt, policy="plain", max_new_tokens=1, resume_ids=(0,)).prompt_tokens
-
     @lists_options
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[StreamEvent]:
         """Started, then Chunks, then Finished. Leaving the loop early cancels the call.
@@ -259,10 +250,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
 
 class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient"]):
-    """Asks a server from asyncio, as `Client` does; an async context manager.
-
-    It may be made outside of an event loop, and belongs to the loop of its first call.
-    """
+    """Asks a server from asyncio, as `Client` does; an async context manager, of the event loop of its first call."""
 
     _blocking = False
 

@@ -126,8 +126,7 @@ def _of_kind(kind: pb.KindStatus) -> Cells:
     return kind.kind, kind.queries, f"{kind.tau:.2f}", drafted_by, gain, kind.texts, update
 
 
-SMOOTHING = 15
-"""Queries of a moving mean"""
+SMOOTHING = 15  # queries of a moving mean
 HEAD_ONLY, FULL, PAYS, TAKEN_BACK = "#E69F00", "#0072B2", "#009E73", "#D55E00"
 """colours of Okabe and Ito's"""
 ARM_COLOURS = {"skip": "0.75", "head": HEAD_ONLY, "full": FULL}

@@ -19,17 +19,9 @@ from coppice.client.client import Client, default_address
 from coppice.config.model import GIB, ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
-from coppice.stack.process import why_no_port
+from coppice.stack.process import checkout, why_no_port
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import (
-    COUNTING_KINDS,
-    DEFAULT_PORT,
-    SHIPPED_HEADS,
-    StackSpec,
-    check_target,
-    checkout,
-    target_warnings,
-)
+from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, StackSpec, check_target, target_warnings
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
@@ -53,10 +45,7 @@ def doctor(
         Path | None, typer.Option(help="A model's folder or GGUF file: does it fit the device that the settings name?")
     ] = None,
 ) -> None:
-    """Look for what is needed here, and for a server.
-
-    Raises Unavailable when a server that is named, here or by COPPICE_ADDRESS, does not answer.
-    """
+    """Look for what is needed here, and for a server; one that is named, or is COPPICE_ADDRESS, has to answer."""
     console, table = Console(), Table(show_header=False)
     findings = list(find(address or os.environ.get("COPPICE_ADDRESS"), target))
     for finding in findings:
@@ -77,17 +66,26 @@ def doctor(
 
 
 def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
-    """Every finding; the server at `address` is missing when it does not answer, one that nobody named is not.
-
-    What only servers need is needed in a checkout; a package may be installed as a client alone.
-    """
+    """Every finding. What only servers need is needed in a checkout; a package may be installed as a client alone."""
     root = checkout()
     yield Finding("coppice", __version__)
     yield Finding("python", platform.python_version(), sys.version_info >= (3, 11))
     yield Finding("servers", f"of the checkout {root}" if root else "of the installed package")
     for name in (*CLIENT_PACKAGES, *SERVE_PACKAGES):
         yield _package(name, needed=root is not None or name in CLIENT_PACKAGES)
-    yield from _hardware()
+    machine = this_machine()
+    yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores")
+    yield Finding("cpu features", " ".join(machine.features) or "none of note")
+    try:
+        from psutil import virtual_memory
+
+        free = f", {virtual_memory().available / GIB:.1f} free"
+    except ImportError:  # it comes with the servers
+        free = ""
+    yield Finding("memory", f"{machine.memory_gib:.1f} GiB{free}")
+    disk = disk_usage(Path.home())
+    yield Finding("disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} free, at {Path.home()}")
+    yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}")
     yield from _devices()
     if root:  # the shipped target, and each shipped head with its kind
         folder = root / "models" / "demo"
@@ -107,9 +105,7 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
 
 
 def _target(folder: Path) -> Iterator[Finding]:
-    """Whether `coppice up` would find room for a model here, with the settings that it would have, what ends a text of
-    it, and what is odd about its files.
-    """
+    """Whether `coppice up` would find room for a model here, what ends its texts, and what is odd about its files."""
     from coppice.commands.up import find_model
 
     try:
@@ -139,22 +135,6 @@ def _package(name: str, needed: bool) -> Finding:
         return Finding(name, metadata.version(name), True)
     except metadata.PackageNotFoundError:
         return Finding(name, "not installed", False if needed else None)
-
-
-def _hardware() -> Iterator[Finding]:
-    machine = this_machine()
-    yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores")
-    yield Finding("cpu features", " ".join(machine.features) or "none of note")
-    try:
-        from psutil import virtual_memory
-
-        free = f", {virtual_memory().available / GIB:.1f} free"
-    except ImportError:  # it comes with the servers
-        free = ""
-    yield Finding("memory", f"{machine.memory_gib:.1f} GiB{free}")
-    disk = disk_usage(Path.home())
-    yield Finding("disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} free, at {Path.home()}")
-    yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}")
 
 
 def _devices() -> Iterator[Finding]:

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -71,16 +71,24 @@ def generate(
     bias = _read_bias(logit_bias or ())
     options = _options(context, logit_bias=bias, stop=stop or (), trees=show_tree, prediction=prediction)
     with Client(address) as client:
-        if prompt_file:
-            prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
         for each in prompts:
-            conversation = _opening(each, chat)
-            for question in (*each.later, None):
-                completion = print_answer(client, conversation, options, Accumulator(), as_json)
-                if completion.trees and not as_json:
-                    print_tree(completion.trees, Console())
-                if question is not None:
-                    conversation = _continued(conversation, completion.text, question)
+            conversation: Any = each.prompt
+            if chat and isinstance(conversation, str):
+                conversation = [_said("user", conversation)]
+            try:
+                for question in (*each.later, None):
+                    completion = print_answer(client, conversation, options, Accumulator(), as_json)
+                    if completion.trees and not as_json:
+                        print_tree(completion.trees, Console())
+                    if question is not None:
+                        conversation = _continued(conversation, completion.text, question)
+            except InvalidField as error:
+                if error.field != "prompt" or not prompt_file:
+                    raise
+                too_long = f"{each.name}: {str(error).partition(': ')[2]}"
+                if not skip_long:
+                    raise InvalidField("prompt-file", f"{too_long}; --skip-long goes on without it") from None
+                print(f"coppice: left out: {too_long}", file=sys.stderr)
 
 
 def chat(
@@ -145,37 +153,6 @@ def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
         raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_tokens: int, skip: bool) -> list[FilePrompt]:
-    """The prompts that fit into the server's context, a conversation with all its answers of `new_tokens`.
-
-    Raises InvalidField naming those that do not, unless they are to be skipped: then they are named on stderr.
-    """
-    fit, too_long, context = [], [], client.describe().max_len
-    for each in prompts:
-        conversation = _opening(each, chat)
-        for question in each.later:
-            conversation = _continued(conversation, "", question)
-        try:
-            tokens = client.prompt_tokens(conversation) + len(each.later) * new_tokens
-            if tokens >= context:
-                raise InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
-            fit.append(each)
-        except InvalidField as error:
-            if error.field != "prompt":
-                raise
-            too_long.append(f"{each.name}: {str(error).partition(': ')[2]}")
-    if too_long and not skip:
-        raise InvalidField("prompt-file", f"--skip-long goes on without {'; '.join(too_long)}")
-    for line in too_long:
-        print(f"coppice: left out: {line}", file=sys.stderr)
-    return fit
-
-
-def _opening(prompt: FilePrompt, chat: bool) -> Any:
-    """What the first answer continues: messages, ids or text."""
-    return [_said("user", prompt.prompt)] if chat and isinstance(prompt.prompt, str) else prompt.prompt
-
-
 def _continued(conversation: Any, answer: str, question: str) -> Any:
     """A conversation with an answer and the next question; in a text paragraphs take turns."""
     if isinstance(conversation, str):
@@ -190,9 +167,8 @@ def _said(role: str, content: str) -> dict[str, str]:
 def print_answer(
     client: Client, prompt: Any, options: Options, answer: Accumulator, as_json: bool = False
 ) -> Completion:
-    """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is in `answer`.
-
-    On a terminal a dim line of figures follows on stderr.
+    """Print one answer: its text as it comes, and on a terminal a line of figures behind it, or its JSON object at the
+    end. Ctrl-C leaves what there is in `answer`.
     """
     try:
         for event in client.stream(prompt, **options):
@@ -232,16 +208,6 @@ TERMINAL_COLOURS = ("green", "blue", "magenta", "cyan", "yellow")
 WIDEST_LABEL = 14
 
 
-def _children(tree: StepTree) -> Mapping[int, list[int]]:
-    """Each node's children, the likeliest first."""
-    below: dict[int, list[int]] = defaultdict(list)
-    for node, parent in enumerate(tree.parents, 1):
-        below[parent].append(node)
-    for nodes in below.values():
-        nodes.sort(key=lambda node: -tree.log_probs[node - 1])
-    return below
-
-
 def _label(tree: StepTree, node: int) -> str:
     """The text of a node, or of the root, as it can be shown on one line; its id if it has none."""
     piece, token = (tree.pieces[node - 1], tree.tokens[node - 1]) if node else (tree.root_piece, tree.root)
@@ -249,22 +215,18 @@ def _label(tree: StepTree, node: int) -> str:
     return shown if len(shown) <= WIDEST_LABEL else f"{shown[: WIDEST_LABEL - 1]}…"
 
 
-def _colour(forward: int) -> str:
-    """The colour of what a drafter's forward made; forwards count from 1."""
-    return TERMINAL_COLOURS[(forward - 1) % len(TERMINAL_COLOURS)]
-
-
 def print_tree(trees: Sequence[StepTree], console: Console) -> None:
     """Print the draft tree whose accepted path is the longest (SpecBlock, figure 7): a colour for each forward of the
     drafter, accepted nodes bold with a check mark, what the verifier left out struck.
     """
     tree = max(trees, key=lambda tree: len(tree.accepted))
-    below, accepted, cut = _children(tree), set(tree.accepted), set(tree.cut)
+    accepted, cut, forwards = set(tree.accepted), set(tree.cut), sorted(set(tree.forwards))
+    colours = dict(zip(forwards, cycle(TERMINAL_COLOURS), strict=False))
 
     def add(branch: Tree, node: int) -> None:
-        for child in below[node]:
-            colour = _colour(tree.forwards[child - 1])
-            taken = child in accepted
+        children = [child for child, parent in enumerate(tree.parents, 1) if parent == node]
+        for child in sorted(children, key=lambda child: -tree.log_probs[child - 1]):  # the likeliest first
+            taken, colour = child in accepted, colours[tree.forwards[child - 1]]
             text = Text(_label(tree, child), style=f"{'bold ' * taken}{'strike ' * (child in cut)}{colour}")
             add(branch.add(text.append(" ✓" if taken else "")), child)
 
@@ -272,7 +234,7 @@ def print_tree(trees: Sequence[StepTree], console: Console) -> None:
     add(root, 0)
     console.print(root)
     key = Text("forward ")
-    for forward in sorted(set(tree.forwards)):
-        key.append(f"{forward} ", style=_colour(forward))
+    for forward in forwards:
+        key.append(f"{forward} ", style=colours[forward])
     left_out = f", {len(tree.cut)} left out" if tree.cut else ""
     console.print(key.append(f"· {len(tree.tokens)} nodes, {len(tree.accepted)} accepted ✓{left_out}"))

@@ -22,9 +22,7 @@ def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
 
 
 def file(flag: str, what: str, *suffixes: str) -> Any:
-    """An option that names a file to write; that it can be, and ends in one of the suffixes, is checked before the
-    work.
-    """
+    """An option that names a file to write; whether it can be, and its suffix, are checked before the work."""
 
     def check(path: Path | None) -> Path | None:
         if path and suffixes and path.suffix not in suffixes:

@@ -1,6 +1,4 @@
-"""`coppice serve ROLE`: one service in this process. A role's options are the sections of settings that it reads, all
-of which `coppice settings` lists.
-"""
+"""`coppice serve ROLE`, one service in this process, whose options are its settings, and `coppice settings`."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from coppice.config.settings import Settings
 from coppice.stack.child import OPENMP_SPINS
 from coppice.stack.launch import MODULES
 from coppice.stack.process import environment
-from coppice.stack.spec import checkout
 
 EVERY_ROLE = ("server", "tls", "limits")
 ROLES = {
@@ -67,21 +64,18 @@ def _values(field: FieldInfo) -> str:
     return "|".join(get_args(kind)) if get_origin(kind) is Literal else str(kind) if get_args(kind) else kind.__name__
 
 
-def _option(section: str, name: str, field: FieldInfo, panel: str) -> Parameter:
-    """A setting as an option of a command."""
-    default = None if field.default in ("", []) else str(field.default)
-    option = typer.Option(
-        f"--{section}.{name}", metavar=f"<{_values(field)}>", help=field.description, rich_help_panel=panel
-    )
-    annotation = Annotated[str | None, option]
-    return Parameter(f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
 def _options(section: str) -> list[Parameter]:
-    """The settings of a section, under its name and the first sentence of its docstring."""
+    """The settings of a section as options of a command, under its name and the first sentence of its docstring."""
     model: type[BaseModel] = type(Settings.model_fields[section].default)
     panel = f"{section}: {(model.__doc__ or '').partition('. ')[0].rstrip('.')}"
-    return [_option(section, name, field, panel) for name, field in model.model_fields.items()]
+    options = []
+    for name, field in model.model_fields.items():
+        default = None if field.default in ("", []) else str(field.default)
+        metavar = f"<{_values(field)}>"
+        option = typer.Option(f"--{section}.{name}", metavar=metavar, help=field.description, rich_help_panel=panel)
+        annotation = Annotated[str | None, option]
+        options.append(Parameter(f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    return options
 
 
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -105,7 +99,7 @@ def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:
 
     def serve(context: typer.Context, **_: Any) -> None:
         command = [sys.executable, "-m", MODULES[role], *context.args]
-        os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment(checkout())})  # noqa: S606
+        os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment()})  # noqa: S606
 
     file = typer.Option("--config", metavar="FILE", help="YAML settings; COPPICE_CONFIG names it too.")
     config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file])

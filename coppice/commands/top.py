@@ -12,8 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coppice.client.client import Client
-from coppice.errors import CoppiceError, Unavailable
+from coppice.errors import Unavailable
 from coppice.stack.spec import DEFAULT_HTTP_PORT
 from coppice.telemetry import scrape
 
@@ -45,7 +44,8 @@ def top(
     console, monitor = Console(), Monitor(addresses)
     monitor.look()
     if len(monitor.silent) == len(addresses):
-        raise Unavailable("; ".join(map(_why_silent, addresses)))
+        hint = "start a server with `coppice up`, or name yours with --address: its HTTP or metrics port, not gRPC's"
+        raise Unavailable(f"no metrics at {address}; {hint}")
     try:
         with Live(monitor.panel(), console=console, auto_refresh=False) as live:
             while True:
@@ -58,16 +58,6 @@ def top(
         return
 
 
-def _why_silent(address: str) -> str:
-    """What is wrong with an address that shows no metrics."""
-    try:
-        with Client(address) as client:
-            client.describe(timeout=ANSWER_S)
-    except CoppiceError:
-        return f"no metrics at {address}; start a server with `coppice up`, or name yours with --address"
-    return f"{address} is the gRPC port; metrics are at the HTTP port and at the metrics port that `coppice up` prints"
-
-
 class Monitor:
     """What a deployment's pages say, now and some seconds ago."""
 
@@ -75,8 +65,7 @@ class Monitor:
         """`addresses`: HOST:PORT of each page, of orchestrators and adapters."""
         self._addresses = addresses
         self._looks: deque[tuple[float, dict[str, Page]]] = deque()
-        self.silent: list[str] = []
-        """addresses that left the latest look unanswered"""
+        self.silent: list[str] = []  # addresses that left the latest look unanswered
 
     def look(self) -> None:
         """Read every page, unless the latest look was a moment ago."""

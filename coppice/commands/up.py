@@ -1,6 +1,5 @@
 """`coppice up`: a stack on this machine that is kept whole until Ctrl-C, and what people see of it meanwhile."""
 
-import json
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from typer import Option
 
-from coppice.commands.options import Heads, names, stack_spec
+from coppice.commands.options import Heads, file, names, stack_spec
 from coppice.commands.top import Monitor
 from coppice.config.gguf import as_folder
 from coppice.config.model import ends_line, shared_shards, text_ends, warning_of
@@ -34,7 +33,7 @@ from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.access import is_loopback
 from coppice.speculation.policy import Policy
 from coppice.stack.launch import ANSWERS_S, Stack, Supervisor
-from coppice.stack.process import ProcessFailed, why_no_port
+from coppice.stack.process import ProcessFailed, why_no_port, write_ready
 from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT, target_warnings
 
 WATCH_S, POLL_S = 0.5, 0.2
@@ -92,7 +91,7 @@ def up(
     log_dir: Annotated[
         Path | None, Option(file_okay=False, help="Folder for logs; default: one that is deleted at the end.")
     ] = None,
-    ready_file: Annotated[Path | None, Option(dir_okay=False, help="File to write addresses to once healthy.")] = None,
+    ready_file: Annotated[Path | None, file("--ready-file", "File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C.
 
@@ -136,10 +135,7 @@ def up(
 
 
 def _files(folder: Path, target: Path, chat_template: Path | None, token: str | None) -> dict[str, Any]:
-    """Settings of an orchestrator that needs this chat template or token: what they name is written to `folder`.
-
-    Raises InvalidField.
-    """
+    """Settings of an orchestrator with this chat template or token, which `folder` gets. Raises InvalidField."""
     settings: dict[str, Any] = {}
     if token is not None:
         if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -208,8 +204,6 @@ def _fetch(model: str, revision: str | None, part: Part = "all", field: str = "M
             get(revision=Path(fetched).name, allow_patterns=list(shared_shards(fetched)))
     except errors.HFValidationError:
         reason = "is neither a folder nor a name such as Qwen/Qwen3-8B or ORG/REPO:FILE.gguf"
-    except errors.GatedRepoError:
-        reason = f"is for those whom its owner grants access at {hub}; HF_TOKEN says who you are"
     except errors.RepositoryNotFoundError:
         reason = f"is no folder, and no model at {hub} that you may read (HF_TOKEN says who you are)"
     except errors.RevisionNotFoundError:
@@ -234,10 +228,7 @@ def _warn(line: str) -> None:
 
 
 def _http_port(given: int | None) -> int | None:
-    """What a stack is told: the port that was given, else 8000, any free one while that is taken, which is said.
-
-    None leaves it to the settings, which name one.
-    """
+    """What a stack is told: the port that was given, else the settings' (None), else 8000, or while that is taken 0."""
     if given is not None:
         return given or -1
     settings = load_settings([])
@@ -254,11 +245,6 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
     """Start a stack, keep it whole until Ctrl-C or SIGTERM, and stop it. Raises what Stack and Supervisor do."""
     console, logs_stay = Console(), stack.log_dir is not None
     try:
-        if ready_file:
-            try:
-                _partial(ready_file).touch()  # an impossible path is known before anything loads
-            except OSError as error:
-                raise InvalidField("ready-file", f"{ready_file}: {error.strerror}") from None
         stack.prepare()
         orchestrator = stack.spec.extra.get("orchestrator", {})
         for warning in target_warnings(stack.spec.target, orchestrator.get("orchestrator.target")):
@@ -277,7 +263,6 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
             stack.stop()
         if ready_file:
             ready_file.unlink(missing_ok=True)
-            _partial(ready_file).unlink(missing_ok=True)
     if stack.unclean:
         raise ProcessFailed(f"did not stop cleanly: {', '.join(stack.unclean)}")
 
@@ -287,18 +272,13 @@ def _watch(stack: Stack, console: Console, ready_file: Path | None) -> None:
     supervisor, monitor, changed = Supervisor(stack, _warn), Monitor(metrics_pages(stack)), True
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:
         while True:
-            if ready_file and changed:  # with new process ids; the file is whole at any moment
-                _partial(ready_file).write_text(json.dumps(stack.to_json()), encoding="utf-8")
-                _partial(ready_file).replace(ready_file)
+            if ready_file and changed:  # with new process ids
+                write_ready(ready_file, stack.to_json())
             time.sleep(WATCH_S)
             changed = supervisor.look()
             if live:
                 monitor.look()
                 live.update(monitor.panel(), refresh=True)
-
-
-def _partial(ready_file: Path) -> Path:
-    return Path(f"{ready_file}.partial")
 
 
 @contextmanager

@@ -14,15 +14,11 @@ from typing import Any, cast
 
 from coppice.errors import InvalidField
 
-_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>")
-"""tokens at which llama.cpp ends a text, too, whatever the file says"""
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>")  # at which llama.cpp ends a text
 
 
 def as_folder(field: str, model: Path) -> Path:
-    """The model's folder; that of a GGUF file is made once, in the cache of HF_HOME, and again when the file changes.
-
-    Raises InvalidField, in one line, over a file that cannot be read.
-    """
+    """The model's folder, made of a GGUF file once in the cache of HF_HOME. Raises InvalidField over a bad file."""
     if model.suffix != ".gguf" or model.is_dir():
         return model
     if not model.is_file():
@@ -97,9 +93,7 @@ def _unpack(file: Path, folder: Path) -> None:
 
 
 def _scale(config: Any, factors: dict[str, list[float]], values: dict[str, Any]) -> None:
-    """Configure how positions are scaled, which transformers leaves in a file. Raises ValueError over another way than
-    Llama 3.1's and a linear one.
-    """
+    """Configure how positions are scaled, which transformers does not. Raises ValueError over an unknown way."""
     scaling = f"{values['general.architecture']}.rope.scaling"
     kind, rope = values.get(f"{scaling}.type", "none"), getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)

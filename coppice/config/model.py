@@ -1,6 +1,4 @@
-"""What a model's folder must hold, what its files say, and what the model takes of memory: known before any weight is
-read.
-"""
+"""What a model's folder must hold, what its files say, and the memory that it takes, before any weight is read."""
 
 from __future__ import annotations
 
@@ -77,10 +75,7 @@ def shared_shards(folder: str | Path) -> tuple[str, ...]:
 
 
 def text_ends(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """The ids that end a text, by the place that names them: the first place counts, as in transformers.
-
-    Empty where none is named. Raises InvalidField over ids that no service takes.
-    """
+    """The ids that end a text, by the place that names them: the first counts. Raises InvalidField."""
     config, ends = _read(folder, CONFIG), {}
     for place, values in ((GENERATION, _read(folder, GENERATION)), (CONFIG, config), (NESTED, _nested(config))):
         named = values.get("eos_token_id")
@@ -111,10 +106,7 @@ def text_config(folder: str | Path) -> dict[str, Any]:
 
 
 def disagreements(folder: str | Path) -> Iterator[str]:
-    """Where config.json, or the tokenizer's beside it, says one thing in two ways: a line each, with what counts.
-
-    What ends a text is `ends_line`'s.
-    """
+    """Where config.json, or the tokenizer's beside it, says one thing in two ways: a line each, with what counts."""
     config, text, tokenizer = _read(folder, CONFIG), text_config(folder), _read(folder, TOKENIZER)
     nested = _nested(config)
     rope, scaling = text.get("rope_parameters") or {}, text.get("rope_scaling") or {}
@@ -140,10 +132,7 @@ def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(folder: str | Path, name: str) -> dict[str, Any]:
-    """A JSON object of a folder; empty without the file, and for a tokenizer's that is none: that serves no chats.
-
-    Raises InvalidField.
-    """
+    """A JSON object of a folder; empty without the file, and for a tokenizer's that is none. Raises InvalidField."""
     try:
         values = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -182,9 +171,7 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def common_tokens(folder: str | Path, target: str | Path) -> int:
-    """The highest id that names the same token for a draft model and its target, plus 1; 0 where one of them has no
-    tokenizer.json.
-
+    """The highest id that names the same token for a draft model and its target, plus 1; 0 without a tokenizer.json.
     Raises InvalidField where they differ in other than added tokens that one of them does not have.
     """
     if not ((mine := read_tokenizer(folder)) and (theirs := read_tokenizer(target))):
@@ -282,9 +269,7 @@ def head_bytes(drafters: Sequence[str], target: str | Path, dtype: str) -> int:
 
 
 def free_memory(device: str) -> float | None:
-    """Bytes of the host's memory that may be taken, its cgroup's limit included; None for other devices than the CPU,
-    which torch knows.
-    """
+    """Bytes of the host's memory that may be taken, by its cgroup's limit too; None for other devices than the CPU."""
     if device != "cpu":
         return None
     import psutil
@@ -338,11 +323,8 @@ LEAST_LENGTH = 1.1
 
 
 class Expectation(BaseModel):
-    """How often a head's best token is right at depth 1, 2, ... when the best ones before it were: `acceptance` in its
-    config.json, which training writes.
-
-    It is what the head reaches on the kind of text that it knows least of, so that no honest use falls below it for
-    long.
+    """How often a head's best token is right at depth 1, 2, ... when the best ones before it were, on the kind of text
+    that it knows least of: `acceptance` in its config.json, which training writes.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

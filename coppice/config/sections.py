@@ -13,6 +13,13 @@ from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 from coppice.machine import Dtype, default_dtype, extensions
 
+SERVICES = {
+    "verifier": "coppice.v1.VerifierService",
+    "drafter": "coppice.v1.DrafterService",
+    "orchestrator": "coppice.v1.GenerationService",
+    "adapter": "coppice.v1.AdapterService",
+}
+"""the gRPC service of each role"""
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
 HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "dflash", "jetspec", "dspark")
@@ -65,15 +72,9 @@ def _check_heads(drafters: list[str]) -> list[str]:
     return _check_pairs(drafters)
 
 
-def _check_redis(url: str) -> str:
-    if url and not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
-    return url
-
-
 ModelFolder = Annotated[str, AfterValidator(_folder)]
 Pairs = Annotated[list[str], AfterValidator(_check_pairs)]
-RedisUrl = Annotated[str, AfterValidator(_check_redis)]
+RedisUrl = Annotated[str, Field(pattern=r"^((rediss?|unix)://.*)?$")]  # a refusal shows none: it may hold a password
 DRAFTERS = "NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
 VERIFIERS = "HOST:PORT, dns:HOST:PORT or redis"
 

@@ -19,17 +19,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from coppice.config.sections import (
-    AdaptationSettings,
-    AdapterSettings,
-    DirectorySettings,
-    DrafterSettings,
-    OrchestratorSettings,
-    ServerSettings,
-    TelemetrySettings,
-    TlsSettings,
-    VerifierSettings,
-)
+from coppice.config import sections
 from coppice.errors import InvalidField
 from coppice.limits import Limits
 
@@ -44,16 +34,16 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="COPPICE_", env_nested_delimiter="__", frozen=True, extra="forbid")
 
-    server: ServerSettings = ServerSettings()
-    telemetry: TelemetrySettings = TelemetrySettings()
-    tls: TlsSettings = TlsSettings()
+    server: sections.ServerSettings = sections.ServerSettings()
+    telemetry: sections.TelemetrySettings = sections.TelemetrySettings()
+    tls: sections.TlsSettings = sections.TlsSettings()
     limits: Limits = Limits()
-    verifier: VerifierSettings = VerifierSettings()
-    drafter: DrafterSettings = DrafterSettings()
-    directory: DirectorySettings = DirectorySettings()
-    orchestrator: OrchestratorSettings = OrchestratorSettings()
-    adaptation: AdaptationSettings = AdaptationSettings()
-    adapter: AdapterSettings = AdapterSettings()
+    verifier: sections.VerifierSettings = sections.VerifierSettings()
+    drafter: sections.DrafterSettings = sections.DrafterSettings()
+    directory: sections.DirectorySettings = sections.DirectorySettings()
+    orchestrator: sections.OrchestratorSettings = sections.OrchestratorSettings()
+    adaptation: sections.AdaptationSettings = sections.AdaptationSettings()
+    adapter: sections.AdapterSettings = sections.AdapterSettings()
 
     @classmethod
     def settings_customise_sources(  # type: ignore[override]
@@ -66,8 +56,8 @@ class Settings(BaseSettings):
 
 def _names() -> list[str]:
     """SECTION.NAME of every setting."""
-    sections: Any = {section: field.annotation for section, field in Settings.model_fields.items()}
-    return [f"{section}.{name}" for section, model in sections.items() for name in model.model_fields]
+    models: Any = {section: field.annotation for section, field in Settings.model_fields.items()}
+    return [f"{section}.{name}" for section, model in models.items() for name in model.model_fields]
 
 
 def _dotted(name: str) -> str:
@@ -85,9 +75,7 @@ def _no_such(what: str, names: Iterable[str]) -> InvalidField:
 
 
 def _check_names(arguments: Sequence[str]) -> None:
-    """Raise InvalidField for a flag or a variable that nobody reads: argparse would print its usage, which is longer
-    than a screen, and pydantic-settings would pass over the variable.
-    """
+    """Raise InvalidField for a flag or a variable that nobody reads: pydantic-settings would pass over the variable."""
     flags = {"-h", "--help", *(f"--{name}" for name in (*Settings.model_fields, *_names()))}
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -104,10 +92,8 @@ def _check_names(arguments: Sequence[str]) -> None:
 def load_settings(
     arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Settings:
-    """Read settings from flags (`--section.name VALUE`), the environment and a YAML file (`--config FILE`).
-
-    `defaults`, by section and name, hold where none of these says anything (a launcher's, which knows the machine).
-    Raises InvalidField naming the setting when a value, a variable or a key is unusable.
+    """Read settings from flags (`--section.name VALUE`), the environment and a YAML file (`--config FILE`); where none
+    of these says anything `defaults` hold, by section and name. Raises InvalidField naming what is unusable.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--config" in arguments[:-1]:

@@ -1,10 +1,10 @@
 """Packed tree attention for any Hugging Face causal LM that uses the attention interface.
 
 An `Attention` knows which keys the rows of one forward see: `Sdpa` here and `Ordered` are those of the CPU, and
-`StepInputs` is a device's. It reaches the layers as the mask: a model asks the registered mask function for a
-mask, once for each kind of layer, and hands what it gets to every layer's attention. So it reaches every class (keyword
-arguments do not: StableLM and Nemotron drop them), and a layer's window is that of its mask, which is what the stock
-kernels obey (PhiMoE windows its mask and tells its attention nothing).
+`StepInputs` is a device's. It reaches the layers as the mask, for which a model asks once for each kind of layer, and
+which it hands to every layer's attention. So it reaches every class (keyword arguments do not: StableLM and Nemotron
+drop them), and a layer's window is that of its mask, which is what the stock kernels obey (PhiMoE windows its mask and
+tells its attention nothing).
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ class Sdpa:
 
 
 def _attend_by_operators(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with a softcap or sinks, which torch's own function does not do: G query heads for each key head, whose
-    rows lie one behind the other. `mask` is added to the scores.
+    """Attention with a softcap or sinks, which torch's own function does not do; `mask` is added to the scores.
 
     query (S, KVH, G * N, D), key (S, KVH, L, D), value (S, KVH, L, V), mask (S, 1, G * N, L) -> (S, KVH, G * N, V).
     """
@@ -272,8 +271,7 @@ AttentionMaskInterface.register(NAME, packed_mask)
 
 
 class KVLayout:
-    """What a model's attention needs of the pool, noted in a forward that it answers with zeros, not guessed from a
-    config.
+    """What a model's attention needs of the pool, noted in a forward that it answers with zeros.
 
     layers: what each layer keeps of a token. windows: those that some layer has, None being none. group: the most query
     heads that a layer has for each key head. vocab_size: the width of the logits.
@@ -298,9 +296,7 @@ class KVLayout:
 
 
 def read_layout(model: PreTrainedModel) -> KVLayout:
-    """Run one row through a model, which may be on the meta device. Raises UnsupportedModel where a pool cannot serve
-    it; what kept it from running is the cause.
-    """
+    """Run one row through a model, on the meta device too. Raises UnsupportedModel where a pool cannot serve it."""
     name = type(model).__name__
     if getattr(model, "_is_stateful", False):  # of transformers: a text's state cannot be taken back to an earlier row
         raise UnsupportedModel(f"{name} keeps a state of the text beside its keys and values")

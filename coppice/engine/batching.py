@@ -1,8 +1,8 @@
 """A thread that owns a model: it takes what sessions send, in order, and serves all that wait in one batch.
 
 Loading, warm-up and every forward run on this thread: a second one would bring a second OpenMP pool, and the two fight.
-So a further model of the process may be the guest of the thread of another one, which does its work between batches.
-A guest computes with as many of torch's threads as its `load` set, if it set any. Behind it the host has its own again.
+So a further model of the process may be the guest of another one's thread, which does its work between batches, with as
+many of torch's threads as the guest's `load` set.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Rejoin:
     def __init__(self) -> None:
         self._answered: dict[Hashable, float] = {}  # when a session's last answer went out, on one clock
         self._away: dict[Hashable, deque[float]] = {}  # the latest times between an answer and the next step
-        self.expected: frozenset[Hashable] = frozenset()
-        """those of the last batch that are still open"""
+        self.expected: frozenset[Hashable] = frozenset()  # those of the last batch that are still open
 
     def answered(self, keys: Iterable[Hashable], now: float) -> None:
         """These were the last batch, whose answers go out now."""
@@ -53,13 +52,10 @@ class Rejoin:
         """Whether some session of the last batch, none of those `here`, should be back by `until`.
 
         One that was never away is expected at once, the others after the median of their times away. To wait is worth
-        it where `until` is a batch's time away: who misses a batch waits as long for the next one. Half of all times
-        somebody is later than usual, so the wait is to its end, not to when they are due.
+        it where `until` is a batch's time away: who misses a batch waits as long for the next one.
         """
-        return any(self._due(key) <= until for key in self.expected if key not in here)
-
-    def _due(self, key: Hashable) -> float:
-        return self._answered[key] + (median_low(self._away[key]) if key in self._away else 0.0)
+        away = self.expected.difference(here)
+        return any(self._answered[key] + median_low(self._away.get(key) or (0.0,)) <= until for key in away)
 
 
 log = structlog.get_logger()
@@ -68,12 +64,11 @@ _JOIN_S = 10.0
 
 
 class BatchingThread(ABC):
-    """`start`, `stop` and `post` are for the event loop, the rest is the thread's."""
+    """`start`, `stop`, `post` and `run` are for the event loop, the rest is the thread's."""
 
     def __init__(self, name: str, longest_wait_s: float = math.inf, host: BatchingThread | None = None) -> None:
-        """longest_wait_s: how long a batch waits for sessions of the one before; a batch's time bounds it, too.
-
-        host: whose thread does this one's work between its own batches; None: it has a thread.
+        """longest_wait_s: how long a batch waits, a batch's time at most, for sessions of the one before. host: whose
+        thread does this one's work between its own batches; None: it has a thread.
         """
         self.failed = asyncio.Event()
         """the thread ended by an error, or a guest's work did; the model is of no more use"""
@@ -125,8 +120,6 @@ class BatchingThread(ABC):
 
         self.post(answer)
         return await outcome
-
-    # --- the thread ---
 
     @abstractmethod
     def load(self) -> None:
@@ -209,10 +202,7 @@ class BatchingThread(ABC):
         return bool(waiting)
 
     def _collect(self) -> None:
-        """Take what came in; wait for work, and for sessions of the last batch that usually are back soon.
-
-        Guests are served meanwhile, and after a batch that need not wait.
-        """
+        """Take what came in; wait for work, serving guests, and for sessions of the last batch that are back soon."""
         if self.idle() and not self._serve_guests():
             self._inbox.get()()
         latest = time.perf_counter() + min(self._longest_wait_s, self._batch_s)

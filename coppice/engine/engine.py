@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -37,10 +37,9 @@ _RUN = 512  # bytes, 64 words that are summed to one
 def fingerprint(model: nn.Module) -> bytes:
     """SHA-256 over every parameter's and buffer's name, dtype, shape, and the sums of its bits as integers.
 
-    Each sum is of 64 words that lie one behind the other, so that rows which change places are noticed too. Sums of
-    integers do not depend on their order: every device and number of threads finds the same. It tells loads apart that
-    differ by mistake; somebody who means harm could make two that it takes for one. Of a model whose tensors lie on
-    several ranks each finds what one that has it all does; they have to ask together.
+    Each sum is of 64 words in a row, so that rows which change places are noticed too, and the same on every device and
+    with any number of threads. It tells loads apart that differ by mistake, not by malice. The ranks of a model have to
+    ask together; each finds what one that has it all does.
     """
     digest = hashlib.sha256()
     with torch.inference_mode():
@@ -70,19 +69,14 @@ class Clock:
         self._spans.append((start, self._now()))
         return outputs
 
-    @property
-    def ns(self) -> int:
-        """Nanoseconds of all work so far; waits until a device is done with it."""
+    def taken(self) -> int:
+        """Nanoseconds of all work since this was last asked; waits until a device is done with it."""
+        spans, self._spans = self._spans, []
         took = 0
-        for start, end in self._spans:
+        for start, end in spans:
             if self._on_cuda:
                 end.synchronize()
             took += int(start.elapsed_time(end) * 1e6) if self._on_cuda else end - start
-        return took
-
-    def taken(self) -> int:
-        """Nanoseconds of all work since this was last asked, as `ns`."""
-        took, self._spans = self.ns, []
         return took
 
     def _now(self) -> Any:
@@ -154,19 +148,17 @@ class ForwardOutput:
     features: Tensor | None
     clock: Clock
 
-    @property
+    @cached_property
     def forward_ns(self) -> int:
         """Time inside the model's forward, nanoseconds. Waits until it is over."""
-        return self.clock.ns
+        return self.clock.taken()
 
 
 class Engine:
     """A causal language model with a paged KV pool."""
 
-    bits_hash: bytes = b""
-    """of what some rows say, once it is known that bits depend on a row's text alone"""
-    memory: str = ""
-    """what takes how much of it"""
+    bits_hash: bytes = b""  # of what some rows say, once it is known that bits depend on a row's text alone
+    memory: str = ""  # what takes how much of it
 
     def __init__(
         self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE, invariant: bool = False
@@ -177,8 +169,7 @@ class Engine:
         """
         self.model = model.train(False).requires_grad_(False)
         on_gpu = model.device.type == "cuda"
-        layout = read_layout(model)
-        self.layout = layout
+        layout = self.layout = read_layout(model)
         weights = weight_bytes(model)
         weights_hash = fingerprint(model)  # while there is room: of a model on several ranks it puts tensors together
         self.pool = KVPool(
@@ -189,16 +180,15 @@ class Engine:
             dtype=torch.float32 if invariant and not on_gpu else model.dtype,
             device=model.device,
         )
-        count = len(layout.layers)
+        count, ends = len(layout.layers), getattr(model.generation_config, "eos_token_id", None)
         self._tapped = TappedModel(model, count)
-        self.tell: Callable[[PackedBatch], None] | None = None
-        """has a model's other ranks do the forward that this one is about to do"""
+        self.tell: Callable[[PackedBatch], None] | None = None  # has other ranks do the forward to come
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
             context=Context.of(model.config.get_text_config(), kv_tokens),
             layers=count,
             hidden_size=model.config.get_text_config().hidden_size,
-            eos_ids=_eos_ids(model),
+            eos_ids=tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,),
             dtype=str(model.dtype).removeprefix("torch."),
             feature_layers=default_feature_layers(count),
             weights_hash=weights_hash,
@@ -209,7 +199,6 @@ class Engine:
         if not (invariant and on_gpu):
             fuse(model, packed=not on_gpu)
         prepack(model)
-        self.invariant = invariant
         if invariant:
             by_row(model)
         embedding: Any = model.get_input_embeddings()
@@ -230,10 +219,9 @@ class Engine:
         return self.pool.device.type != "cpu"
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
-        """One pass over all rows; their keys and values are in the pool afterwards.
+        """One pass over all rows, whose keys and values are in the pool afterwards; the tables have room for them.
 
-        The tables have room for the rows of all pieces, and the model has the feature layers. The last hidden state is
-        none of them: transformers gives it after the final norm.
+        The last hidden state is no feature layer: transformers gives it after the final norm.
         """
         if self.tell is not None:
             self.tell(batch)
@@ -256,10 +244,7 @@ class Engine:
         return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
 
     def timing(self, rows: int, *, sessions: int = 1, context: int = 300, repeats: int = 15) -> int:
-        """Median nanoseconds of a bare forward, plan included, over so many rows a session.
-
-        Borrows room for sessions * (context + rows) tokens from the pool; raises OutOfBlocks when there is none.
-        """
+        """Median nanoseconds of a forward, plan included, of so many rows a session. Raises OutOfBlocks."""
         with ExitStack() as stack:
             borrowed = (self.pool.borrow(f"timing-{s}", context + rows) for s in range(sessions))
             tables = [stack.enter_context(table) for table in borrowed]
@@ -272,9 +257,7 @@ class Engine:
         return int(statistics.median(took))
 
     def speed(self, rows: int = 16, context: int = 32, summed: int = _SUMMED) -> str:
-        """How fast a forward on the CPU reads the weights, beside a sum over memory in turns with it, and what more
-        rows take; "" where the weights are so few that caches may hold them.
-        """
+        """How fast a forward on the CPU reads weights, beside memory, and what rows cost; "" where caches hold them."""
         if self.on_device or self.bytes_read < 4 * summed:
             return ""
         memory, turns = torch.ones(summed), list[tuple[int, ...]]()
@@ -299,11 +282,3 @@ def default_feature_layers(count: int) -> tuple[int, int, int]:
     low = max(0, min(2, count - 3))
     middle = min(max(low + 1, count // 2), count - 1)
     return low, middle, min(max(middle + 1, count - 3), count - 1)
-
-
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    for config in (model.generation_config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()

@@ -195,18 +195,12 @@ def shape_of(q: Tensor, values: Tensor, inputs: Any) -> dict[str, Any]:
     }
 
 
-def programs(device: torch.device) -> int:
-    """Programs that sum parts: for each processor of the device two rounds of the three that it runs at a time."""
-    if device.type == "cpu":
-        return 3  # under Triton's interpreter
-    return 6 * int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, inputs: Any, layer: Layer) -> Tensor:
     """Attention of rows that each see a text of their own.
 
     q (T, H, D), k (T, KVH, D) and v (T, KVH, V) of the rows, whose last dimensions are contiguous, written to a layer's
-    keys (slots, KVH, D) and values (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0. inputs: StepInputs.
+    keys (slots, KVH, D) and values (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0. inputs: StepInputs,
+    of T rows or more.
     """
     shape, sinks, softcap = shape_of(q, values, inputs), layer.sinks, layer.softcap or 0.0
     scale = shape["D"] ** -0.5 if layer.scaling is None else layer.scaling
@@ -221,7 +215,10 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     tops, weights = q.new_empty(2, *places, dtype=torch.float32)
     sums = q.new_empty(*places, value_dim, dtype=torch.float32)
     reach = layer.window or 1 << 30
-    sum_parts[(programs(q.device),)](
+    programs = 3  # under Triton's interpreter
+    if q.is_cuda:  # for each processor of the device two rounds of the three that it runs at a time
+        programs = 6 * int(torch.cuda.get_device_properties(q.device).multi_processor_count)
+    sum_parts[(programs,)](
         q, keys, values, session, paged, length, inputs.tail, inputs.table, inputs.tiles, sums, tops, weights,
         *q.stride()[:2], reach, scale, softcap, **shape, CAPPED=softcap > 0,
     )  # fmt: skip
@@ -261,9 +258,7 @@ def _rotate(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """query (1, H, T, D), key (1, KVH, T, D), cos and sin (1, T, D) -> query and key, whose rows lie one behind the
-    other.
-    """
+    """query (1, H, T, D), key (1, KVH, T, D), cos and sin (1, T, D) -> query and key, (1, T, H or KVH, D) in memory."""
     query, key = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key))
     (_, heads, rows, dim), kv_heads = query.shape, key.shape[1]
     query_out, key_out = query.new_empty(1, rows, heads, dim), key.new_empty(1, rows, kv_heads, dim)

@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coppice.errors import Overloaded
 from coppice.limits import BLOCK_SIZE
 
 
@@ -24,7 +25,7 @@ class KVShape(NamedTuple):
     value_dim: int
 
 
-class OutOfBlocks(RuntimeError):
+class OutOfBlocks(Overloaded):
     """The pool has too few free blocks; nothing was changed."""
 
 
@@ -125,7 +126,7 @@ class KVPool:
         shared = np.array(prefix, np.int64)
         self._owners[shared] += 1  # before the search, so that they are not found
         try:
-            blocks = self._lay(shared, self._blocks_for(num_tokens))
+            blocks = self._lay(shared, -(-num_tokens // self.block_size))
         except OutOfBlocks:
             self._owners[shared] -= 1
             raise
@@ -157,7 +158,7 @@ class KVPool:
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Let the table hold num_tokens tokens in all, committed ones and rows in flight. Raises OutOfBlocks."""
-        missing = self._blocks_for(num_tokens) - len(table.blocks)
+        missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
             last = int(table.blocks[-1]) if len(table.blocks) else None
             table.blocks = np.concatenate([table.blocks, self._own(self._find(missing, after=last))])
@@ -201,9 +202,6 @@ class KVPool:
             # The gather copies, so that overlapping source and target do no harm.
             for slab in self._slabs:
                 slab.index_copy_(1, target, slab.index_select(1, source))
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _lay(self, shared: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """Own blocks behind the `shared` ones, which are owned, or blocks that hold copies of these: `count` in all."""

@@ -18,7 +18,7 @@ from coppice.config.model import FLOATS, disagreements, ends_line, text_config, 
 from coppice.engine.attention import UnsupportedModel, one_line, read_layout
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.self_check import check_invariant, self_check
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InvalidField
 
 log = structlog.get_logger()
 
@@ -65,7 +65,11 @@ def load_engine(
         self_check(engine)
         if invariant:
             engine.bits_hash = check_invariant(engine)
-    _let_go_of_files(engine.model)
+    tensors = [*engine.model.parameters(), *engine.model.buffers()]
+    if any(tensor.is_mkldnn for tensor in tensors):  # the others hold on to files with these as they were
+        for tensor in tensors:
+            if not tensor.is_mkldnn:
+                tensor.data = tensor.data.clone()
     return engine
 
 
@@ -77,7 +81,7 @@ def _quiet(folder: Path) -> Iterator[None]:
     cast(Any, logging).disable_progress_bar()  # a log is no terminal
     try:
         yield
-    except CoppiceError:
+    except (InvalidField, UnsupportedModel, UnusableFolder):
         raise
     except Exception as error:
         raise UnusableFolder(f"{folder} cannot be loaded: {one_line(error)}") from error
@@ -150,12 +154,3 @@ def _unscaled(folder: Path) -> set[str]:
             weights = (name for name in tensors.keys() if name.endswith(".weight"))  # noqa: SIM118
             names |= {name for name in weights if tensors.get_slice(name).get_dtype() not in FLOATS}
     return names
-
-
-def _let_go_of_files(model: PreTrainedModel) -> None:
-    """Copy what of a packed model still lies in mapped files, which hold the other weights as they were, too."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_mkldnn for tensor in tensors):
-        for tensor in tensors:
-            if not tensor.is_mkldnn:
-                tensor.data = tensor.data.clone()

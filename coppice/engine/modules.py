@@ -1,14 +1,13 @@
 """A model's modules in forms that are faster and compute the same: linear layers on a CPU, few launches on CUDA.
 
 Linear layers. Stock bfloat16 layers on a CPU hand oneDNN a row-major matrix, which it rearranges in every call.
-Rearranged once, a target of 18M parameters takes 0.88 of the time and answers with the same bits. And every call has a
-price of its own (20 us here), so layers that are given the same input are multiplied as one: 0.9 of what is left. Stock
-float32 layers go to MKL, which is slow on AMD's processors: on an EPYC with AVX-512 two to eight rows take oneDNN a
-half to a third of its time. Which of the two multiplies is a matter of the processor, not of a timing: replicas answer
-with the same bits.
+Rearranged once, a target of 18M parameters takes 0.88 of the time and answers with the same bits. A call costs 20 us,
+so layers that are given the same input are multiplied as one: 0.9 of what is left. Stock float32 layers go to MKL: on
+an EPYC with AVX-512 two to eight rows take oneDNN a half to a third of its time. The processor decides which of the two
+multiplies, not a timing, so that replicas answer with the same bits.
 
-For every number of rows oneDNN compiles kernels, in 0.3 ms and half a megabyte a layer's shape, and keeps a thousand of
-them. So numbers of rows above 16 are rounded up to one of four between two powers of two.
+oneDNN compiles kernels for every number of rows, in 0.3 ms and half a megabyte a layer's shape, and keeps a thousand:
+numbers of rows above 16 are rounded up to one of four between two powers of two.
 
 Launches. A launch costs the host and the GPU some microseconds, whatever it computes. Written in transformers'
 operators, a norm is eight launches and the rotation of queries and keys ten; a layer of Qwen3 has four norms.
@@ -31,17 +30,13 @@ from coppice.machine import this_machine
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """names of layers that are called with the same input"""
-EXACT = 16
-"""rows up to which kernels are compiled for every number"""
-MOST = 1024
-"""rows up to which numbers of rows are rounded"""
+EXACT = 16  # rows up to which kernels are compiled for every number
+MOST = 1024  # rows up to which numbers of rows are rounded
 _ROTATE = "apply_rotary_pos_emb"  # the global of transformers' modules that rotates queries and keys
 _ROUNDING = 1e-5
 
 _multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
-
-
 _PADDING = {
     rows: padding
     for rows in range(EXACT + 1, MOST + 1)
@@ -117,10 +112,9 @@ class FusedLinear(nn.Linear):
 def fuse(model: nn.Module, packed: bool = True) -> None:
     """Make one matrix of the layers that Llama and its relatives give the same input; the rest as in `prepack`.
 
-    packed: the matrix lies as oneDNN reads it, and only where that pays; else row by row, as GPUs read it.
-
-    One that is given another input than its siblings is right too, only slower. Up to some tens of rows the bits are
-    the same; of many, oneDNN may sum a wider matrix in another order.
+    packed: the matrix lies as oneDNN reads it, and only where that pays; else row by row, as GPUs read it. A layer that
+    is given another input than its siblings is right too, only slower. Up to some tens of rows the bits are the same;
+    of many, oneDNN may sum a wider matrix in another order.
     """
     fuses = _packs if packed else _is_plain
     for module in model.modules():
@@ -136,10 +130,9 @@ def fuse(model: nn.Module, packed: bool = True) -> None:
 
 
 def prepack(model: nn.Module) -> None:
-    """Pack the weights of a model's linear layers, of those that are not yet; the model computes the same from then on.
+    """Pack the weights of a model's linear layers, of those that are not yet, where `pays` says so.
 
-    Does nothing on other devices, in other dtypes, for bfloat16 on processors where oneDNN does not support it, and for
-    float32 where that is not faster. Subclasses of nn.Linear are left alone: others may read their weights.
+    The model computes the same. Subclasses of nn.Linear are left alone: others may read their weights.
     """
     for layer in model.modules():
         if _packs(layer, (nn.Linear, PackedLinear)):
@@ -186,17 +179,13 @@ def pays(dtype: torch.dtype) -> bool:
 
 
 def merge_launches(model: nn.Module) -> None:
-    """Have the norms and rotations of a model on CUDA run in one launch each.
-
-    A part is replaced only if it answers a probe as the merged form does, whatever its class is called; others, such as
-    Gemma's norms, stay as they are.
-    """
+    """Run a model's norms and rotations on CUDA in one launch each, where they answer a probe as the merged form."""
     with torch.inference_mode():
         for module in list(model.modules()):
             kind: Any = type(module)
             if kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__:
                 continue
-            if (eps := _epsilon(module)) is not None:
+            if (eps := _norm_epsilon(module, 0.0, torch.float32, _ROUNDING)) is not None:
                 module.__class__ = _normalising(kind, eps)
             elif (merged := _rotating(kind)) is not None:
                 module.__class__ = merged
@@ -215,48 +204,32 @@ def _tried(function: Callable[..., Any], *inputs: Any) -> Any:
         return None
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Whether it has the parameters of a norm, is called as any module is, and is none of ours yet."""
+def _norm_epsilon(module: nn.Module, offset: float, dtype: torch.dtype | None, rounding: float) -> float | None:
+    """The epsilon of a norm that divides its input by the root of its mean square and multiplies it by `offset` plus
+    its weight, up to a rounding, in this dtype (None: its weight's); None for any other module, and for norms of ours.
+    """
     weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = not len(list(module.children())) and "forward" not in module.__dict__
     stock = type(module).__call__ is nn.Module.__call__ and type(module).forward.__module__ != __name__
-    return stock and alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)
-
-
-def _probed(module: nn.Module, offset: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
-    """What a norm answers, what it would if it divided its input by the root of its mean square and multiplied it by
-    `offset` plus its weight, and its epsilon; None where it answers nothing.
-    """
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    random, probe, shape = torch.Generator().manual_seed(0), copy.copy(module), cast(Tensor, module.weight).shape
+    if not (stock and alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)):
+        return None
+    random, probe, dtype = torch.Generator().manual_seed(0), copy.copy(module), dtype or weight.dtype
     # Weights of both signs, and numbers so small that the epsilon counts.
-    weight = torch.randn(shape, generator=random).to(dtype)
-    probe._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-    states = torch.randn(2, 3, *shape, generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
-    answer = _tried(probe, states.to(dtype))
-    expected = F.rms_norm(states.to(dtype).float(), shape, offset + weight.float(), eps).to(dtype)
-    return None if answer is None else (answer, expected, eps)
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    """The epsilon of a module that divides its input by the root of its mean square and multiplies by its weight; None
-    for any other module.
-    """
-    probed = _probed(module, 0.0, torch.float32) if _is_norm(module) else None
-    return probed[2] if probed and torch.allclose(*probed[:2], rtol=_ROUNDING, atol=_ROUNDING) else None
+    gain = torch.randn(weight.shape, generator=random).to(dtype)
+    probe._parameters = {"weight": nn.Parameter(gain, requires_grad=False)}
+    states = torch.randn(2, 3, *gain.shape, generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
+    states = states.to(dtype)
+    expected = F.rms_norm(states.float(), gain.shape, offset + gain.float(), eps).to(dtype)
+    return eps if _tried(torch.allclose, _tried(probe, states), expected, rounding, rounding) else None
 
 
 def merge_norms(model: nn.Module) -> None:
-    """Have Gemma's norms on the CPU, which multiply by one plus their weight in float32, run as one operator where that
-    answers a probe with the same bits.
-    """
+    """Run Gemma's norms on the CPU, (1 + weight) times in float32, as one operator where a probe has the same bits."""
     with torch.inference_mode():
-        for module in filter(_is_norm, list(model.modules())):
-            weight = cast(Tensor, module.weight)
-            probed = _probed(module, 1.0, weight.dtype)
-            if probed and torch.equal(*probed[:2]):
-                module.__dict__["gain"] = 1.0 + weight.float()
-                module.__class__ = _of_gain(cast(Any, type(module)), probed[2])
+        for module in list(model.modules()):
+            if (eps := _norm_epsilon(module, 1.0, None, 0.0)) is not None:
+                module.__dict__["gain"] = 1.0 + cast(Tensor, module.weight).float()
+                module.__class__ = _of_gain(cast(Any, type(module)), eps)
 
 
 @cache
@@ -331,10 +304,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
     """Have a model's modules called as their `forward`, and their parts found as plain attributes.
 
-    A call of nn.Module looks into four dictionaries for hooks, and a part is searched in three more; all these are cold
+    A call of nn.Module looks into four dictionaries for hooks, and a part is searched in three more, which are cold
     whenever the weights of a layer have gone through the caches. Left to torch are modules that are `hooked` later or
-    already, those that are called in a way of their own, whole models, which transformers knows by their class, and
-    buffers, which some modules replace. A part is still replaced by assignment, and by nothing else.
+    already or called in a way of their own, whole models, which transformers knows by their class, and buffers, which
+    some modules replace. A part is still replaced by assignment, and by nothing else.
     """
     for module in model.modules():
         kind: Any = type(module)

@@ -22,14 +22,9 @@ Bools = NDArray[np.bool_]
 NOTHING: Ints = np.zeros(0, np.int64)
 
 # How a device cuts the keys of rows into parts.
-KEY_BLOCK = 64
-"""positions whose scores are made together; borders are multiples of it"""
-
-MOST_SPLITS = 32
-"""parts that a row's key blocks are cut into at most"""
-
-TILE = 64
-"""queries, of rows of one session, that share the keys they read"""
+KEY_BLOCK = 64  # positions whose scores are made together; borders are multiples of it
+MOST_SPLITS = 32  # parts that a row's key blocks are cut into at most
+TILE = 64  # queries, of rows of one session, that share the keys they read
 
 
 @dataclass(frozen=True)
@@ -122,10 +117,7 @@ def ancestors(parents: Sequence[int]) -> Bools:
 
 def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> PackedBatch:
     """One batch of the pieces, in their order; the tails and the logits come out in the same order."""
-    tails: list[Tail] = []
-    positions: list[Ints] = []
-    tokens: list[int] = []
-    kept: list[int] = []
+    tails, positions, tokens, kept = list[Tail](), list[Ints](), list[int](), list[int]()
     for piece in pieces:
         kept += [len(tokens) + row for row in piece.keep]
         tokens += piece.tokens

@@ -36,12 +36,11 @@ ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
 def self_check(engine: Engine) -> None:
     """Compare a tree, alone and packed beside another session, with eager attention over each of its paths.
 
-    The unit is the model's own rounding, `roundings`: it needs no second copy of the weights, and is large where a
-    model is sensitive. Of sound models without experts three quarters of a text's rows were below 1.3 in bfloat16, on
-    240 texts of 12 models, typically below 0.9, and every row below 2.1 in float32. The weakest fault of a scale,
-    window, mask or position, on the least clear of 20 texts, left fewer than 0.7 of the rows below 1.6 in bfloat16, and
-    none below 1,000 in float32. With experts rounding can send a token of the prefix to another one, which moves all
-    rows (1 of 80 texts), so that three texts have to agree.
+    The unit is the model's own rounding (`roundings`), which needs no second copy of the weights. Of sound models
+    without experts three quarters of a text's rows were below 1.3 in bfloat16, on 240 texts of 12 models, and every row
+    below 2.1 in float32. The weakest fault of a scale, window, mask or position, on the least clear of 20 texts, left
+    fewer than 0.7 of the rows below 1.6 in bfloat16, and none below 1,000 in float32. With experts rounding can send a
+    token of the prefix to another one, which moves all rows (1 of 80 texts), so that three texts have to agree.
 
     Raises UnsupportedModel with the figures, OutOfBlocks when the pool is too small for it.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -40,9 +39,7 @@ def tile_rows(group: int) -> int:
 
 
 class Bucket(NamedTuple):
-    """What a forward is padded to: rows, sessions, tail entries of a row, blocks of a session, rows whose logits are
-    wanted.
-    """
+    """What a forward is padded to: rows, sessions, tail entries of a row, blocks of a session, rows with logits."""
 
     rows: int
     sessions: int
@@ -141,13 +138,6 @@ class StepInputs:
             self._copied.record()
         return self.beside[: len(beside)]
 
-    def narrowed(self, rows: int) -> StepInputs:
-        """The same of the first rows alone, for a forward that is not padded."""
-        some = copy(self)
-        for name in ("new_slots", "session", "paged", "length", "tail"):
-            setattr(some, name, getattr(self, name)[:rows])
-        return some
-
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         rows = (states[0].transpose(0, 1) for states in (query, key, value))
@@ -228,9 +218,7 @@ class TappedModel:
 
 @cache
 def _present(rows: int, device: torch.device) -> Tensor:
-    """(1, rows) true. Says that nothing is padding; without it transformers searches the positions for packed texts of
-    its own.
-    """
+    """(1, rows) true: nothing is padding. Without it transformers searches the positions for packed texts."""
     return torch.ones(1, rows, dtype=torch.bool, device=device)
 
 
@@ -254,9 +242,7 @@ class Graph(NamedTuple):
 
 
 class Steps:
-    """Forwards of a model on a device: graphs are replayed where one holds a batch, others are launched by operators in
-    the least bucket.
-    """
+    """Forwards of a model on a device: replayed where a graph holds the batch, else run in the least bucket."""
 
     def __init__(self, model: TappedModel, pool: KVPool, group: int) -> None:
         """group: the most query heads that a layer has for each key head."""
@@ -265,9 +251,7 @@ class Steps:
         self._inputs = lru_cache(_STEPS)(lambda bucket: StepInputs(bucket, group, pool))
 
     def prepare(self, batch: PackedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Send a batch to the device. What is returned runs it, and answers as TappedModel does; later forwards may
-        overwrite the answer.
-        """
+        """Send a batch to the device. What is returned runs it as TappedModel; later forwards overwrite the answer."""
         table, layers = RowTable.of(batch.tails), batch.feature_layers
         bucket = Bucket.of(table, len(batch.logits_to_keep))
         graphs = self.graphs if set(layers) <= set(self._layers) else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraf
 
 if TYPE_CHECKING:
     from coppice.adaptation.weights import Weights
+    from coppice.engine.kv_cache import KVPool
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
 DEPTH_OF_BLOCK = 32  # as deep as the block says
@@ -84,8 +85,8 @@ class Head(ABC):
     """One set of draft weights and the sessions drafting with it.
 
     `description` says kind, vocabulary width (0: any id will do), weights version and the target layers whose features
-    are needed; its session counts are the drafter's business. `forward_ns` is the time spent inside the head's own nn
-    forward since construction and only grows, also while `draft` is between two yields; a head without one leaves it 0.
+    are needed; its session counts are the drafter's business. `forward_ns` grows by the time inside the head's own nn
+    forward, also between two yields of `draft`.
     """
 
     description: HeadDescription
@@ -119,8 +120,8 @@ class Head(ABC):
     def advance(self, key: int, advance: Advance) -> float | None:
         """Append committed ids, the earlier root first, with their features and the rejection if they were sent.
 
-        `key` must be open. This changes one session alone; forwards are left to `draft`, where sessions share them.
-        Returns by how much the head's last draft missed, when the session wants misses and the rejection is about it.
+        `key` must be open. Forwards are left to `draft`, where sessions share them. Returns by how much the head's last
+        draft missed, when the session wants misses and the rejection is about it.
         """
 
     @abstractmethod
@@ -128,19 +129,14 @@ class Head(ABC):
         """Draft for several sessions together and yield what grew as soon as it exists.
 
         Keys must be open and distinct. Each job ends with exactly one Growth that has `last`; of what it holds in all,
-        at most MAX_TREE_NODES nodes, the `budget` likeliest count. Scores are those of coupled drafting when the job is
-        `coupled` at T > 0:
+        at most MAX_TREE_NODES nodes, the `budget` likeliest count. When the job is `coupled` at T > 0, scores are
         log_softmax(log_softmax(logits / T) + noise(seed, position, id)) of each row, summed along the path. With
-        `want_q_rows` the tree is a sampled chain whose length does not depend on the tokens drawn (the p/q rule is
-        exact only then). Nothing that a later draft depends on changes, save caches: the same job may come again,
-        also after an exception, which spoils no other session.
+        `want_q_rows` the tree is a sampled chain of a length that does not depend on the tokens drawn, as the p/q rule
+        needs. Only caches change: the same job may come again, also after an exception, which spoils no other session.
         """
 
     def warm_up(self) -> None:
-        """Draft some made-up trees, so that the first real ones take no longer than later ones.
-
-        Libraries prepare for every new number of rows: up to 25 ms a draft here.
-        """
+        """Draft made-up trees: libraries prepare for every new number of rows, which takes up to 25 ms a draft."""
         key, length = -1, WARM_IDS
         opening = OpenDraft("", [0] * length, SamplingParams(), features=self.blank_features(0, length))
         try:
@@ -161,3 +157,28 @@ class Head(ABC):
     def blank_features(self, start: int, count: int) -> Features | None:
         """Return zeros for the target features of `count` positions; None when this head reads none."""
         return None
+
+
+class KVHead(Head):
+    """A head whose sessions have a `table` in a pool of keys and values."""
+
+    pool: KVPool
+    deepest: int  # levels of a draft
+    _sessions: dict[int, Any]
+
+    def close(self, key: int) -> None:
+        """Forget a session and give its room back."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self.pool.free(session.table)
+
+    def has_room(self, job: DraftJob, entries: int) -> bool:
+        """Let a session have so many KV entries; returns whether there is anything to draft, and room for it."""
+        if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
+            return False
+        table = self._sessions[job.key].table
+        try:
+            self.pool.extend(table, max(entries, table.num_tokens))
+        except Overloaded:
+            return False
+        return True

@@ -20,36 +20,36 @@ from torch import Tensor, cat
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.rows import Tail
-from coppice.heads.base import DraftJob, with_tree_shape
+from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
 from coppice.heads.models import BUCKETS
 from coppice.heads.tree import BlockTree
 
-BLOCKS = 2
-"""forwards of a draft"""
+BLOCKS = 2  # forwards of a draft
 MAX_STARTS = 12  # of a block
 BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more starts cost time and gain no token
 BUDGET_OF_A_NOISY_START = 4  # the same in a coupled draft: noise leaves the greedy chain early and often
-WIDTHS = (2, 4, 6, 10)
-"""tokens that a slot branches into, by the rank head's bucket"""
+WIDTHS = (2, 4, 6, 10)  # tokens that a slot branches into, by the rank head's bucket
 PARENTS = 4
 """nodes of a level, the likeliest ones, whose children a Markov table scores (PCTree's k: more gain nothing)"""
 BEST_CHILD = -0.7
 """log-score of a child that a node is expanded for: it would have to be in the tree. A level costs as much for one."""
 
 
-class BlockHead(FeatureHead):
-    """Drafts block by block; a kind says what a slot branches into."""
+class SpecBlockHead(FeatureHead):
+    """A trained SpecBlock drafter: it drafts block by block, and each block is sent as soon as it exists."""
 
-    anytime: ClassVar[bool] = True
-    """whether a block is sent as soon as it exists, and not the whole tree at its end"""
+    kind = "specblock"
+    row_is_block = True
+    anytime: ClassVar[bool] = True  # whether a block is sent as soon as it exists, and not the whole tree at its end
 
-    def __init__(self, settings: DrafterSettings, widths: Sequence[int], blocks: int = BLOCKS) -> None:
-        """A slot branches into widths[bucket] tokens, and ends the block at 0. `blocks` are the forwards of a draft.
-
-        Raises InvalidField on a folder that is not exactly a checkpoint of the kind for this target.
-        """
+    def __init__(self, settings: DrafterSettings) -> None:
+        """`top_k` 1 makes a chain. Raises InvalidField unless the folder is a checkpoint of the kind for its target."""
         super().__init__(settings)
+        self._branch((1,) * BUCKETS if settings.top_k == 1 else WIDTHS, BLOCKS)
+
+    def _branch(self, widths: Sequence[int], blocks: int) -> None:
+        """A slot branches into widths[bucket] tokens, and ends the block at 0. `blocks` are the forwards of a draft."""
         self.widths, self._blocks = widths, blocks
         self.deepest = self.slots * blocks
         self.own = [(2 << slot) - 1 for slot in range(self.slots)]
@@ -65,12 +65,12 @@ class BlockHead(FeatureHead):
         return (self._blocks - 1) * tree.most_starts * self.slots
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor | None:
-        """Return (S, K) which of the widths holds in each slot; None: the second one everywhere.
+        """Return (S, K) which of the widths holds in each slot; None, as for a chain: the second one everywhere.
 
         `logits` are (S, K, draft vocabulary), `normed` the (S, K, hidden) normed states. Bucket 0 also says that the
         slot's best token is expected to be the target's.
         """
-        return None
+        return None if self.widths[0] == 1 else self.model.rank(normed, logits).argmax(-1)
 
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
         """Grow all trees block by block."""
@@ -97,51 +97,35 @@ class BlockHead(FeatureHead):
         return states, logits, self.buckets(logits, normed)
 
     def _start_rows(self, trees: Sequence[BlockTree], states: Tensor) -> Rows:
-        """Make a row of each tree's starts: it reads its own token and the state of the slot that made it.
-
-        It sees what lies on its path.
-        """
-        sources: list[int] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        tails: list[Tail] = []
-        advance = self.config.block_rope_advance
+        """Make a row of each tree's starts: it reads its token and the state that made it, and sees its path."""
+        starts, tails = [(tree, start) for tree in trees for start in tree.starts], list[Tail]()
         for tree in trees:
             session, first = self._sessions[tree.job.key], tree.job.committed_len - 1
-            sources += [(tree.first_row + start.row) * self.slots + start.slot for start in tree.starts]
-            tokens += [tree.tokens[start.node - 1] for start in tree.starts]
-            positions += [first + start.depth * advance for start in tree.starts]
             tails.append(Tail(session.table, self.entry(session, first), tree.visible(self.own)))
-        return Rows(tokens, positions, tails, states, sources=sources)
+        return Rows(
+            [tree.tokens[start.node - 1] for tree, start in starts],
+            [tree.job.committed_len - 1 + start.depth * self.config.block_rope_advance for tree, start in starts],
+            tails,
+            states,
+            sources=[(tree.first_row + start.row) * self.slots + start.slot for tree, start in starts],
+        )
 
 
-class SpecBlockHead(BlockHead):
-    """A trained SpecBlock drafter; each block is sent as soon as it exists."""
-
-    kind = "specblock"
-
-    def __init__(self, settings: DrafterSettings) -> None:
-        """`top_k` 1 makes a chain: one token a slot."""
-        super().__init__(settings, (1,) * BUCKETS if settings.top_k == 1 else WIDTHS)
-
-    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor | None:
-        """Return the rank head's answers, which a chain does not need."""
-        return None if self.widths[0] == 1 else self.model.rank(normed, logits).argmax(-1)
-
-
-class Eagle3Head(BlockHead):
-    """A trained EAGLE-3 drafter: one layer over token embedding and fused features, a forward a level."""
+class Eagle3Head(SpecBlockHead):
+    """A trained EAGLE-3 drafter: blocks of one token, so that a forward adds a level, of which `top_k` are expanded."""
 
     kind = "eagle3"
     anytime = False  # each part wakes two processes, and there are many levels
 
     def __init__(self, settings: DrafterSettings) -> None:
-        shape = with_tree_shape(settings)
-        super().__init__(settings, (shape.top_k,) * BUCKETS, shape.depth)
+        super().__init__(settings)
+        self._branch((self.settings.top_k,) * BUCKETS, self.settings.depth)
 
     def plant(self, job: DraftJob, number: int) -> BlockTree:
-        """Return a tree of which `top_k` nodes of a level are expanded."""
         return BlockTree(job, number, self.settings.top_k)
+
+    def buckets(self, logits: Tensor, normed: Tensor) -> None:
+        """Return None: every node has as many children."""
 
     def run_behind(self, inputs: Inputs, condition: Tensor) -> Tensor:
         """Return the (N, 1, hidden) states of blocks of one slot."""
@@ -162,13 +146,12 @@ class MaskedBlockHead(FeatureHead):
         self._sees = np.tri(size, dtype=np.bool_) if self.config.causal else np.ones((size, size), np.bool_)
 
     def plant(self, job: DraftJob, number: int) -> BlockTree:
-        """Return a tree whose level has children behind all its nodes, or behind those that a Markov table scores."""
-        if self.config.markov_rank:
-            return BlockTree(job, number, min(job.budget, self.settings.top_k, PARENTS), BEST_CHILD)
-        return BlockTree(job, number, job.budget)
+        """Return a tree whose levels have children behind all nodes, or those that a Markov table scores."""
+        if not self.config.markov_rank:
+            return super().plant(job, number)
+        return BlockTree(job, number, min(job.budget, self.settings.top_k, PARENTS), BEST_CHILD)
 
     def scratch(self, tree: BlockTree) -> int:
-        """Return one entry for each row of the block."""
         return int(self.config.block_size)
 
     def prefill(self, session: FeatureSession, upto: int) -> None:

@@ -11,7 +11,7 @@ wrong without any error: how layers are counted, whether the block is causal, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,7 @@ from coppice.heads.models import (
 )
 from coppice.machine import extension, extensions
 
-Shape = tuple[type[HeadConfig], Callable[[Any], nn.Module]]
-"""configuration and model of a kind of head"""
+Shape = tuple[type[HeadConfig], Callable[[Any], nn.Module]]  # configuration and model of a kind of head
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "specblock": (SpecBlockConfig, SpecBlockModel),
@@ -53,8 +52,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "dspark": (DSparkConfig, MaskedBlockModel),
     }
 )
-MASKED_KINDS = ("dflash", "jetspec", "dspark")
-"""heads that fill a block of masks"""
+MASKED_KINDS = ("dflash", "jetspec", "dspark")  # heads that fill a block of masks
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
@@ -97,8 +95,7 @@ class Loaded:
 
     model: Any
     config: Any
-    embedding: Tensor
-    """(vocabulary, hidden), the head's own, else the target's"""
+    embedding: Tensor  # (vocabulary, hidden), the head's own, else the target's
 
 
 class TargetParts:
@@ -140,10 +137,7 @@ def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
 
 
 def shape_of(kind: str) -> Shape:
-    """Return the configuration and the model of a kind, ours or a package's, whose head names them as `shape`.
-
-    Raises InvalidField for a kind that there is not.
-    """
+    """Return configuration and model of a kind, ours or a package's (the `shape` of its head). Raises InvalidField."""
     if kind in SHAPES:
         return SHAPES[kind]
     if kind not in extensions(HEADS):
@@ -194,10 +188,7 @@ def _present(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(file: Path, spellings: Mapping[str, str], *parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the parts of a config.json say, by our names, the first one that says it.
-
-    Raises InvalidField for a field of heads that two parts, or two spellings, give different values.
-    """
+    """Return what a config.json's parts say, by our names. Raises InvalidField where they contradict each other."""
     fields = {name for config, _ in SHAPES.values() for name in config.model_fields}
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -215,8 +206,7 @@ def _merged(file: Path, spellings: Mapping[str, str], *parts: Mapping[str, Any])
 def _masked_fields(values: Mapping[str, Any], published: str, zlab: bool) -> tuple[str, dict[str, Any]]:
     """Return the kind and the fields of a head that fills a block of masks. Raises InvalidField.
 
-    `published` is what speculators calls the kind, else "". SpecForge puts a DSpark head's fields into z-lab's
-    dflash_config. They mean there what they mean to DeepSpec.
+    `published`: speculators' name of the kind, else "". In z-lab's dflash_config SpecForge's fields mean DeepSpec's.
     """
     for name in ("mask_token_id", "block_size"):
         if name not in values:
@@ -246,10 +236,7 @@ def _feature_layers(given: Mapping[str, Any], speculators: bool) -> list[int]:
 
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
-    """Load a head of a kind with what it takes from its target, which it must fit.
-
-    Raises InvalidField naming the first thing that does not fit.
-    """
+    """Load a head of a kind with what it takes from its target. Raises InvalidField naming the first misfit."""
     model = read_head(Path(folder))
     config: HeadConfig = model.config
     if config.kind != kind:
@@ -287,14 +274,19 @@ def read_head(folder: Path) -> Any:
         model: Any = build(config)
     except KeyError as error:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
-    expected, known = public_state(model, config), tensors.pop("t2d", None)
+    expected = public_state(model, config)
     if _EMBEDDING in tensors:
         expected[_EMBEDDING] = torch.empty(config.vocab_size, config.hidden_size, device="meta")
     if own_output := _LM_HEAD in tensors and not model.own_output:
         expected[_LM_HEAD] = model.lm_head.weight
-    _add_d2t(tensors, folder, config)
-    _check(tensors, expected, folder / WEIGHTS)
-    _check_ids(tensors["d2t"], known, config, folder / WEIGHTS)
+    if "d2t" not in tensors:  # it drafts from the whole vocabulary
+        if config.draft_vocab_size != config.vocab_size:
+            mapping = folder / "vocab_mapping.pt"
+            hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
+            raise InvalidField(_PATH, f"{folder / WEIGHTS}: no d2t, which a reduced vocabulary needs{hint}")
+        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+    for fault in _faults(tensors, expected, config):
+        raise InvalidField(_PATH, f"{folder / WEIGHTS}: {fault}")
     model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
     if _EMBEDDING in tensors:
         model.own_embedding = tensors[_EMBEDDING].float()
@@ -307,10 +299,9 @@ def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) 
     """Refuse what config.json switches on or off and nobody here knows how to."""
     known = {*shape.model_fields, *(field.alias for field in shape.model_fields.values()), *_HARMLESS}
     for name, value in given.items():
-        if value is True and name not in known:
-            raise InvalidField(_PATH, f"{file}: {name} is true, and heads of this kind cannot do that here")
-        if value is False and name in _NEVER_FALSE:
-            raise InvalidField(_PATH, f"{file}: {name} is false, and heads of this kind cannot do that here")
+        if (value is True and name not in known) or (value is False and name in _NEVER_FALSE):
+            reason = f"{name} is {json.dumps(value)}, and heads of this kind cannot do that here"
+            raise InvalidField(_PATH, f"{file}: {reason}")
 
 
 def _tensors_in(folder: Path, kind: str) -> dict[str, Tensor]:
@@ -332,40 +323,26 @@ def _tensors_in(folder: Path, kind: str) -> dict[str, Tensor]:
     }
 
 
-def _add_d2t(tensors: dict[str, Tensor], folder: Path, config: HeadConfig) -> None:
-    """Add the map of a head that drafts from the whole vocabulary, if the file has none."""
-    if "d2t" in tensors:
-        return
-    if config.draft_vocab_size != config.vocab_size:
-        mapping = folder / "vocab_mapping.pt"
-        hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
-        raise InvalidField(_PATH, f"{folder / WEIGHTS}: no d2t, which a reduced vocabulary needs{hint}")
-    tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-
-
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
-    for name in sorted(expected.keys() - tensors.keys()):
-        raise InvalidField(_PATH, f"{file}: {name} is missing")
-    for name in sorted(tensors.keys() - expected.keys()):
-        raise InvalidField(_PATH, f"{file}: {name} is unknown")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            has, needs = list(tensor.shape), list(expected[name].shape)
-            raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {needs}")
-        if tensor.is_floating_point() != expected[name].is_floating_point():
-            raise InvalidField(_PATH, f"{file}: {name} is {tensor.dtype}, expected {expected[name].dtype}")
+def _faults(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: HeadConfig) -> Iterator[str]:
+    """What keeps a file's tensors from being those that a head of this configuration is expected to have."""
+    t2d = tensors.get("t2d")
+    yield from (f"{name} is missing" for name in sorted(expected.keys() - tensors.keys()))
+    yield from (f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys() - {"t2d"}))
+    for name, needed in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != needed.shape:
+            yield f"{name} has shape {list(tensor.shape)}, expected {list(needed.shape)}"
+        if tensor.is_floating_point() != needed.is_floating_point():
+            yield f"{name} is {tensor.dtype}, expected {needed.dtype}"
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise InvalidField(_PATH, f"{file}: {name} is not finite")
-
-
-def _check_ids(d2t: Tensor, t2d: Tensor | None, config: HeadConfig, file: Path) -> None:
-    ids = torch.arange(config.draft_vocab_size) + d2t
+            yield f"{name} is not finite"
+    ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
-        raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
+        yield f"d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}"
     if getattr(config, "markov_drafts", False) and bool((ids.diff() < 0).any()):
-        raise InvalidField(_PATH, f"{file}: d2t does not name its ids in order, as markov_drafts has it")
+        yield "d2t does not name its ids in order, as markov_drafts has it"
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids.sort().values):
-        raise InvalidField(_PATH, f"{file}: the offsets d2t do not name the ids that t2d does")
+        yield "the offsets d2t do not name the ids that t2d does"
 
 
 def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
@@ -386,8 +363,6 @@ def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
-
-# --- names of tensors ---
 
 _FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
 

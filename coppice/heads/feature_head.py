@@ -1,13 +1,11 @@
 """Heads that read the target's features: sessions, prefill, packed forwards and what they missed.
 
-A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves `row_entries` in
-KV, the last row's token is the root, and every row is kept. Positions before the prompt window's start have no row.
+A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves an
+entry in KV, or one for each slot; the last one's token is the root. Positions before the prompt's window have none.
 
-New weights take over between two drafts. Rows that the old ones made stay in KV: a session that was open drafts from a
-mixture until it ends. That costs accepted tokens at worst, and to make all rows again would hold up every session.
-
-A session drafts with the variant of the weights that its prompt was found to be for; sessions with different ones take
-turns in a draft.
+New weights take over between two drafts. Rows that the old ones made stay in KV: to make them again would hold up every
+session, and a mixture costs accepted tokens at worst. A session drafts with the variant of the weights that is for its
+prompt's kind of text; sessions with different ones take turns in a draft.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from coppice.adaptation.weights import Routes, Weights, numbers_in, sketch_of, v
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Attention, Layer, Sdpa
 from coppice.engine.engine import DTYPES, Clock
-from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
+from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
 from coppice.engine.modules import prepack
 from coppice.engine.rows import Ints, PackedBatch, RowTable, Tail
 from coppice.engine.steps import Bucket, StepInputs, padded
-from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
+from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth, KVHead, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
 from coppice.heads.layers import Attend, DraftModel
 from coppice.heads.tree import BlockTree, Ranking
@@ -65,10 +63,7 @@ class FeatureSession:
         return self.features[self.done - self.first : upto - self.first]
 
     def finish(self, upto: int) -> None:
-        """Note that the rows before `upto` are in KV, and drop their features.
-
-        The last one's stay: the same draft may be asked for again.
-        """
+        """Note that the rows before `upto` are in KV. The last one's features stay: a draft may be asked for again."""
         self.done = upto
         keep = min(max(upto - 1, self.first), self.first + len(self.features))
         self.features, self.first = self.features[keep - self.first :], keep
@@ -83,10 +78,8 @@ class Rows:
     tails: Sequence[Tail]
     features: Tensor | None = None
     """(N, F) target features, in the host's memory; or with sources (M, hidden) states of the head's own"""
-    outputs: Sequence[int] = ()
-    """rows whose states are read"""
-    sources: Sequence[int] | None = None
-    """(N,) which of the states each row reads"""
+    outputs: Sequence[int] = ()  # rows whose states are read
+    sources: Sequence[int] | None = None  # (N,) which of the states each row reads
 
 
 @dataclass(frozen=True)
@@ -110,24 +103,16 @@ def _as_ints(features: Tensor) -> Ints:
     return np.pad(data, (0, -len(data) % 8)).view(np.int64)
 
 
-@lru_cache(16)
-def _earlier(entries: int) -> NDArray[np.bool_]:
-    """Return (entries, entries): whether the second one is no later than the first one."""
-    return np.tri(entries, dtype=np.bool_)
-
-
-class FeatureHead(Head):
+class FeatureHead(KVHead):
     """Sessions of a trained head; a kind says which model it has, how its rows are run and how its trees grow."""
 
     kind: str
     needs_root: ClassVar[bool] = True
     """whether a position's row reads the token behind it, so that the last one waits for the root"""
+    row_is_block: ClassVar[bool] = False  # whether each slot of a row has a KV entry
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
-
-        Raises InvalidField on a folder that is not exactly a checkpoint of this kind for this target.
-        """
+        """Load `settings.path` on the thread that will use it. Raises InvalidField for another kind or target."""
         loaded = load_head(self.kind, settings.path, settings.target)
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -141,7 +126,7 @@ class FeatureHead(Head):
         model.freeze()
         self.models, self.routes, self._variant = {0: model}, Routes(), 0
         self.ranking = Ranking(model.target_ids.to(device))
-        self.slots: int = config.row_entries
+        self.slots: int = config.slots if self.row_is_block else 1
         self.pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
@@ -164,9 +149,9 @@ class FeatureHead(Head):
         self.timed = Clock(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 
-    @abstractmethod
     def plant(self, job: DraftJob, number: int) -> BlockTree:
-        """Return the tree of the call's job `number`, which has no node yet."""
+        """Return the tree of the call's job `number`, whose levels have children behind all nodes of those before."""
+        return BlockTree(job, number, job.budget)
 
     def scratch(self, tree: BlockTree) -> int:
         """Return how many KV entries a tree writes behind its session's rows."""
@@ -174,10 +159,7 @@ class FeatureHead(Head):
 
     @abstractmethod
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
-        """Grow the trees, for which there is room, and yield those that grew each time that something is to be sent.
-
-        The model of their variant is `self.model`.
-        """
+        """Grow trees that have room by `self.model`, and yield those that grew whenever something is to be sent."""
 
     def run(self, inputs: Inputs) -> Tensor:
         """Run the forward over rows of target features, which stores keys and values; returns each row's states."""
@@ -190,41 +172,28 @@ class FeatureHead(Head):
         return states[0]
 
     def inputs(self, rows: Rows) -> Inputs:
-        """Return the inputs of some rows; a device gets all that is new to it in one copy."""
+        """Return the inputs of some rows; a device gets all that is new to it in one copy, what is read at its end."""
         features = torch.empty(0) if rows.features is None else rows.features
-        if self.device.type != "cpu":
-            return self._sent(rows, features)
-        return Inputs(
-            features if rows.sources is None else features.index_select(0, _tensor(rows.sources)),
-            self.embedding.index_select(0, _tensor(rows.tokens))[None],
-            _tensor(rows.positions)[None],
-            self._attends(Sdpa(rows.tails, self.pool)),
-            _tensor(rows.outputs),
-        )
-
-    def _sent(self, rows: Rows, features: Tensor) -> Inputs:
-        """Copy what the rows see, and behind it their features or the numbers of the states that they read."""
-        table = RowTable.of(rows.tails)
-        read = _as_ints(features) if rows.sources is None else np.array(rows.sources, np.int64)
-        inputs = self._step_inputs(Bucket.of(table, len(rows.outputs)), padded(len(read)))
-        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.outputs))
-        sent = inputs.fill(batch, table, read)
-        if rows.sources is not None:
-            features = features.index_select(0, sent)
+        tokens, positions, outputs = map(_tensor, (rows.tokens, rows.positions, rows.outputs))
+        attention: Attention
+        if self.device.type == "cpu":
+            attention = Sdpa(rows.tails, self.pool)
+            if rows.sources is not None:
+                features = features.index_select(0, _tensor(rows.sources))
         else:
-            features = sent.view(torch.uint8)[: features.nbytes].view(features.dtype).view(features.shape)
-        return Inputs(
-            features,
-            self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
-            inputs.positions[None, : len(rows.tokens)],
-            self._attends(inputs.narrowed(len(table.session))),
-            inputs.keep[: len(rows.outputs)],
-        )
-
-    def _attends(self, attention: Attention) -> list[Attend]:
-        return [partial(attention.attend, Layer(number)) for number in range(self.config.num_hidden_layers)]
-
-    # --- sessions ---
+            count, kept, table = len(tokens), len(outputs), RowTable.of(rows.tails)
+            numbers = _as_ints(features) if rows.sources is None else np.array(rows.sources, np.int64)
+            attention = self._step_inputs(Bucket.of(table, kept), padded(len(numbers)))
+            sent = attention.fill(PackedBatch(tokens, positions, tuple(rows.tails), outputs), table, numbers)
+            tokens, positions, outputs = attention.tokens[:count], attention.positions[:count], attention.keep[:kept]
+            if rows.sources is None:
+                features = sent.view(torch.uint8)[: features.nbytes].view(features.dtype).view(features.shape)
+            else:
+                features = features.index_select(0, sent)
+        attends: list[Attend] = [
+            partial(attention.attend, Layer(number)) for number in range(self.config.num_hidden_layers)
+        ]
+        return Inputs(features, self.embedding.index_select(0, tokens)[None], positions[None], attends, outputs)
 
     @property
     def model(self) -> Any:
@@ -240,10 +209,7 @@ class FeatureHead(Head):
         ids = list(opening.ids)
         if start + len(features) != len(ids):
             raise InvalidField("open.features", f"end at position {start + len(features)} of {len(ids)} committed ids")
-        try:
-            table = self.pool.allocate(str(key), len(features) * self.slots)
-        except OutOfBlocks as error:
-            raise Overloaded(str(error)) from None
+        table = self.pool.allocate(str(key), len(features) * self.slots)
         sketch = sketch_of(features)
         kind, variant = self.routes.choose(sketch, opening.session)
         opened = DraftOpened(0, variant, kind, tuple(sketch.tolist()))
@@ -259,11 +225,6 @@ class FeatureHead(Head):
     def opened(self, key: int) -> DraftOpened:
         """Say which variant drafts, and what the prompt is like."""
         return replace(self._sessions[key].opened, weights_version=self.description.weights_version)
-
-    def close(self, key: int) -> None:
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            self.pool.free(session.table)
 
     def advance(self, key: int, advance: Advance) -> float | None:
         """Remember ids and features; their rows ride on the next draft's first forward."""
@@ -293,8 +254,6 @@ class FeatureHead(Head):
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
         return features.start, rows.to(self.dtype)
 
-    # --- drafts ---
-
     @torch.inference_mode()
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Draft with one variant after the other."""
@@ -305,24 +264,15 @@ class FeatureHead(Head):
             by_variant.setdefault(session.opened.variant, []).append(tree)
         for variant, trees in by_variant.items():
             self._variant = variant
-            growing = [tree for tree in trees if self._has_room(tree)]
+            growing = [tree for tree in trees if self.has_room(tree.job, self._entries(tree))]
             if full := [tree for tree in trees if tree not in growing]:
                 yield [Growth(tree.number, DraftTree.empty(), last=True) for tree in full]
             for grown in self.grow(growing) if growing else ():
                 self.forward_ns += self.timed.taken()
                 yield [tree.send() for tree in grown]
 
-    def _has_room(self, tree: BlockTree) -> bool:
-        """Take KV room for a tree's rows and entries; returns whether there is anything to draft."""
-        job, session = tree.job, self._sessions[tree.job.key]
-        if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
-            return False
-        entries = self.entry(session, job.committed_len) + self.scratch(tree)
-        try:
-            self.pool.extend(session.table, max(entries, session.table.num_tokens))
-        except OutOfBlocks:
-            return False
-        return True
+    def _entries(self, tree: BlockTree) -> int:
+        return self.entry(self._sessions[tree.job.key], tree.job.committed_len) + self.scratch(tree)
 
     def prefill(self, session: FeatureSession, upto: int) -> None:
         """Put the rows of the positions before `upto` into KV."""
@@ -357,7 +307,7 @@ class FeatureHead(Head):
 
     def visible(self, rows: int) -> NDArray[np.bool_]:
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
-        return _earlier(rows * self.slots)
+        return np.tri(rows * self.slots, dtype=np.bool_)
 
     def entry(self, session: FeatureSession, position: int) -> int:
         """Count the KV entries before a position's row."""
@@ -367,12 +317,11 @@ class FeatureHead(Head):
         """Return the numbers as int64 on the head's device, in the same shape."""
         return _tensor(numbers).to(self.device)
 
-    # --- misses ---
-
     def note(self, tree: BlockTree, states: Tensor) -> None:
         """Keep the (S * K, hidden) states that predicted the tree's last block, in a session that wants misses."""
         if self._sessions[tree.job.key].wants_misses:
-            tree.predictions.append((tree.block, states))
+            for node, state in zip(tree.block, states, strict=True):
+                tree.predictions.setdefault(node, state)
 
     @torch.inference_mode()
     def _miss(self, session: FeatureSession, advance: Advance) -> float | None:
@@ -395,13 +344,8 @@ class FeatureHead(Head):
         miss = 1.0 - float(logits[0].float().softmax(-1)[int(places[0])])
         return float(np.float32(min(1.0, max(0.0, miss))))
 
-    # --- new weights ---
-
     def models_of(self, weights: Weights) -> dict[int, Any]:
-        """Return the models of other weights by variant, ready beside those that draft. Any thread may call it.
-
-        They share every tensor that is the same.
-        """
+        """Return the models of other weights by variant, which share equal tensors. Any thread may call it."""
         assert self.weights is not None
         model, changed = self.models[0], set(weights.differing(self.weights))
         models: dict[int, Any] = {}

@@ -1,8 +1,7 @@
 """The parts of feature-fed draft heads: a configuration, rotary positions, pre-norm attention, a gated MLP.
 
 Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the same input are one matrix here; the
-public layouts keep them apart (coppice/heads/checkpoints.py). Rotary positions are computed as transformers does it for
-Llama (RoFormer, arXiv 2104.09864).
+public layouts keep them apart (coppice/heads/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from coppice import limits
 from coppice.config.model import Expectation
 from coppice.errors import InvalidField
 
-Rope = tuple[Tensor, Tensor]
-"""cosines and sines, (B, T, D) each"""
+Rope = tuple[Tensor, Tensor]  # cosines and sines, (B, T, D) each
 
 
 class Rotary:
-    """Rotary factors. No module: the frequencies stay float32 when a model is moved to another dtype."""
+    """Rotary factors as of transformers' Llama. No module: the frequencies stay float32 in models of any dtype."""
 
     def __init__(self, like: LlamaRotaryEmbedding) -> None:
         self._frequencies: Tensor = torch.cat((like.inv_freq, like.inv_freq)).float()  # (D,)
@@ -71,8 +69,7 @@ class HeadConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    kind: ClassVar[str]
-    """kind of head"""
+    kind: ClassVar[str]  # kind of head
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_attention_heads: PositiveInt
@@ -97,8 +94,7 @@ class HeadConfig(BaseModel):
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    acceptance: Expectation | None = None
-    """how often its drafts are right, at least"""
+    acceptance: Expectation | None = None  # how often its drafts are right, at least
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], field: str, place: str = "") -> Self:
@@ -124,14 +120,6 @@ class HeadConfig(BaseModel):
             data = data | {name: value for name, value in filled.items() if data.get(name) is None and value}
         return data
 
-    @model_validator(mode="after")
-    def _fits(self) -> HeadConfig:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError("draft_vocab_size is larger than vocab_size")
-        return self
-
     @property
     def rope(self) -> dict[str, Any]:
         """How positions are scaled, in transformers' terms, the older `rope_scaling` before `rope_parameters` as there.
@@ -143,7 +131,11 @@ class HeadConfig(BaseModel):
         return {"rope_type": legacy} | {name: value for name, value in given.items() if name != "type"}
 
     @model_validator(mode="after")
-    def _rope_is_known(self) -> HeadConfig:
+    def _fits(self) -> HeadConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError("draft_vocab_size is larger than vocab_size")
         kind, legacy = self.rope["rope_type"], (self.rope_scaling or self.rope_parameters or {}).get("type")
         if legacy not in (None, kind):
             raise ValueError(f"rope_scaling says type {legacy!r} and rope_type {kind!r}")
@@ -158,23 +150,10 @@ class HeadConfig(BaseModel):
             raise ValueError("partial_rotary_factor: heads turn all of a state")
         return self
 
-    def rotary(self) -> Rotary:
-        config = LlamaConfig(
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_theta": self.rope_theta, **self.rope},
-        )
-        return Rotary(LlamaRotaryEmbedding(config))
-
     @property
     def feature_width(self) -> int:
         """Values of a row of features: those of each layer that the head reads, one behind the other."""
         return (len(self.feature_layers) or _DEFAULT_LAYERS) * self.target_hidden_size
-
-    @property
-    def row_entries(self) -> int:
-        """KV entries of a committed position's row."""
-        return 1
 
 
 class DraftModel(nn.Module):
@@ -200,10 +179,7 @@ class DraftModel(nn.Module):
                 part.frozen = part.constant()
 
     def add_output(self) -> None:
-        """Add what lies behind a kind's own layers: the last norm, the output layer, the rotary factors and d2t.
-
-        d2t are the (draft vocabulary,) offsets from draft ids to target ids.
-        """
+        """Add the last norm, the output layer, rotary factors, and d2t: (draft vocabulary,) offsets to target ids."""
         config = self.config
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -213,7 +189,12 @@ class DraftModel(nn.Module):
             self.lm_head.register_buffer("weight", weight, persistent=False)
         if config.scaled_features:
             self.register_buffer("feature_scale", torch.ones(config.feature_width))
-        self.rotary = config.rotary()
+        like = LlamaConfig(
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_theta": config.rope_theta, **config.rope},
+        )
+        self.rotary = Rotary(LlamaRotaryEmbedding(like))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     @property
@@ -320,10 +301,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size)."""
-        weight = self.weight
-        return torch.rms_norm(
-            x, self.normalized_shape, weight if weight.dtype is x.dtype else weight.to(x.dtype), self.eps
-        )
+        return torch.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:

@@ -21,22 +21,21 @@ from transformers import AutoConfig
 from coppice.config.model import common_tokens, read_expectation, read_tokenizer
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import one_line
-from coppice.engine.engine import Context
-from coppice.engine.kv_cache import BlockTable, OutOfBlocks
+from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
-from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
+from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth, KVHead, with_tree_shape
 from coppice.heads.tree import Blocks, BlockTree, Ranking, row_slices
 from coppice.speculation.sampling import DRAFT_STREAM, uniform
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft, vocabulary_hash
 
 
 def common_width(folder: str | Path, target: str | Path) -> int:
-    """Return the target's vocabulary width, in logits, for a draft model with the same vocabulary.
+    """Return the target's width of logits. Raises InvalidField unless the draft model has the same vocabulary.
 
-    Where both folders have a tokenizer.json, `common_tokens` must hold. Then the widths may differ in rows that no
-    common token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
+    Where both folders have a tokenizer.json the widths may differ in rows that no `common_tokens` has: a family's small
+    models are often padded otherwise than its large ones.
     """
     own, width = _config(folder).vocab_size, _config(target).vocab_size
     tokens = common_tokens(folder, target)
@@ -45,16 +44,8 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     return int(width)
 
 
-def context_of(folder: str | Path, otherwise: int) -> int:
-    """Return how many tokens a target's texts may have; `otherwise` where it names no limit. Raises InvalidField."""
-    return Context.of(_config(folder), otherwise).tokens
-
-
 def tokenizer_hash(folder: str | Path) -> bytes:
-    """Return the hash of a folder's tokenizer.json, by which others know its vocabulary; empty without the file.
-
-    Raises InvalidField.
-    """
+    """Return the hash of a folder's tokenizer.json; empty without the file. Raises InvalidField."""
     tokenizer = read_tokenizer(folder)
     return vocabulary_hash(tokenizer.get_vocab()) if tokenizer else b""
 
@@ -79,14 +70,11 @@ class _Session:
     in_kv: int = 0  # ids whose keys and values are in place
 
 
-class LanguageModelHead(Head):
+class LanguageModelHead(KVHead):
     """A Hugging Face causal LM as a drafter, on the packed engine the verifier uses."""
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load the model of `settings.path`, on the thread that will use it.
-
-        Raises what load_engine raises, and InvalidField where the vocabulary is not that of a `settings.target`.
-        """
+        """Load `settings.path`. Raises as load_engine, and InvalidField for another vocabulary than the target's."""
         self.settings = settings = with_tree_shape(settings)
         own_hash = tokenizer_hash(settings.path)
         if not own_hash:
@@ -109,27 +97,20 @@ class LanguageModelHead(Head):
             # Of the target's, where the two were compared: they may differ in added tokens.
             tokenizer_hash=own_hash and tokenizer_hash(settings.target or settings.path),
         )
+        self.pool, self.deepest = self.engine.pool, settings.depth
         self.max_context = info.context.tokens
         self._sessions: dict[int, _Session] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Prefill the prompt chunk by chunk. Raises Overloaded without KV room."""
         ids = self._known(opening.ids[: self.max_context])  # what lies behind is never drafted from
-        try:
-            table = self.engine.pool.allocate(str(key), len(ids))
-        except OutOfBlocks as error:
-            raise Overloaded(str(error)) from None
+        table = self.pool.allocate(str(key), len(ids))
         session = self._sessions[key] = _Session(table, self._known(opening.ids))
         while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
             chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
             self.forward_ns += self.engine.forward(pack([Piece.chain(table, session.in_kv, chunk)])).forward_ns
             session.in_kv += len(chunk)
             yield
-
-    def close(self, key: int) -> None:
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            self.engine.pool.free(session.table)
 
     def advance(self, key: int, advance: Advance) -> None:
         """Remember the ids; their rows ride on the next draft's first forward."""
@@ -142,18 +123,19 @@ class LanguageModelHead(Head):
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
         trees = [BlockTree(job, number, self.settings.top_k) for number, job in enumerate(jobs)]
-        active = [tree for tree in trees if self._has_room(tree)]
+        most = 1 + self.settings.top_k * self.deepest  # rows of a tree, the root's included
+        active = [tree for tree in trees if self.has_room(tree.job, tree.job.committed_len + most)]
         active.sort(key=lambda tree: tree.job.want_q_rows)
         q_rows: dict[int, list[NDArray[np.float32]]] = {tree.number: [] for tree in active if tree.job.want_q_rows}
-        for depth in range(self.settings.depth):
+        for depth in range(self.deepest):
             if not active:
                 break
             output = self.engine.forward(pack([self._piece(tree) for tree in active]))
             if depth == 0:
                 for tree in active:  # only now: a forward that failed wrote nothing
                     self._sessions[tree.job.key].in_kv = tree.job.committed_len
-                self.ranking.couple(active, self.settings.depth)
-            deeper, logits = depth + 1 < self.settings.depth, output.logits[:, : self._width]
+                self.ranking.couple(active, self.deepest)
+            deeper, logits = depth + 1 < self.deepest, output.logits[:, : self._width]
             for tree, rows in zip(active, row_slices(active), strict=True):
                 if tree.job.want_q_rows:
                     token, q = sample(logits[rows.start], tree.job, depth + 1)
@@ -168,18 +150,6 @@ class LanguageModelHead(Head):
             active = [tree for tree in active if tree.grows]
         stacked = {number: np.stack(rows) for number, rows in q_rows.items()}
         yield [replace(tree.send(), last=True, q_rows=stacked.get(tree.number)) for tree in trees]
-
-    def _has_room(self, tree: BlockTree) -> bool:
-        """Take the KV room of a tree; returns whether there is anything to draft and room for it."""
-        job, session = tree.job, self._sessions[tree.job.key]
-        room = job.committed_len + 1 + self.settings.top_k * self.settings.depth
-        if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
-            return False
-        try:
-            self.engine.pool.extend(session.table, max(room, session.table.num_tokens))
-        except OutOfBlocks:
-            return False
-        return True
 
     def _piece(self, tree: BlockTree) -> Piece:
         """Make the rows of the next forward: what was committed and the root, later a level's starts."""

@@ -24,15 +24,16 @@ from coppice.heads.layers import MLP, Attend, Attention, DraftModel, HeadConfig,
 from coppice.limits import MAX_TREE_DEPTH
 
 
-class BlockConfig(HeadConfig):
-    slots: PositiveInt = 4
-    """K, positions a block predicts"""
-    block_rope_advance: bool = True
-    """whether a later block's rotary positions move on by the depth it starts at"""
-
-    @property
-    def row_entries(self) -> int:
-        return self.slots
+class SpecBlockConfig(HeadConfig):
+    kind: ClassVar[str] = "specblock"
+    num_hidden_layers: PositiveInt = 2
+    slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
+    rank_norm_topk: PositiveInt | None = 20
+    """the rank features are normalised over the so many most probable ids, None: over all; as released: 20"""
+    block_rope_advance: bool = False
+    """whether a later block's rotary positions move on by the depth it starts at; the released weights' do not"""
+    prefix_broadcast: bool = True  # whether every slot reads condition and token, not the first alone (ablation)
+    layer_shift: bool = True  # whether slot k - 1 is mixed into slot k between layers (ablation)
 
 
 class BlockInput(nn.Module):
@@ -40,7 +41,7 @@ class BlockInput(nn.Module):
 
     frozen: Tensor | None = None
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.condition_proj = nn.Linear(config.feature_width, hidden, bias=False)
@@ -55,10 +56,10 @@ class BlockInput(nn.Module):
         # fuse [c, t, q] = fuse [c, t, 0] + fuse [0, 0, q]: the first term is the same in every slot.
         of_prefix: Tensor = self.fuse(torch.cat(shared, dim=-1))
         of_query = self.constant() if self.frozen is None else self.frozen
-        if broadcast:
-            return of_prefix[..., None, :] + of_query
-        slots = of_query.expand(*of_prefix.shape[:-1], -1, -1)
-        return torch.cat((slots[..., :1, :] + of_prefix[..., None, :], slots[..., 1:, :]), dim=-2)
+        slots = of_prefix[..., None, :]
+        if not broadcast:
+            slots = F.pad(slots, (0, 0, 0, len(of_query) - 1))
+        return slots + of_query
 
     def constant(self) -> Tensor:
         """Make the (K, hidden) terms of the position queries."""
@@ -67,50 +68,15 @@ class BlockInput(nn.Module):
         return of_query
 
 
-class BlockModel(DraftModel):
-    """A model of blocks; a kind adds its layers and `forward`.
+RANK_FEATURES, RANK_HIDDEN = 15, 256
+BUCKETS, _TOP = 4, 10
 
-    Rows are blocks: a row has K slots, and slot k of a row predicts the token k + 1 places behind the row's token.
-    `forward` takes (B, N, hidden) conditions and token embeddings, the rotary factors, and for each layer its attention
-    over the N * K slots in row-major order; it returns (B, N, K, hidden) un-normed last-layer states.
+
+class SpecBlockModel(DraftModel):
+    """Layers with the shift between them, and the rank head.
+
+    A row is a block of K slots, and slot k predicts the token k + 1 places behind the row's token.
     """
-
-    config: BlockConfig
-    input_layer: BlockInput
-
-    def condition(self, features: Tensor) -> Tensor:
-        """Turn (..., feature width) features into (..., hidden) conditions of first blocks (equation 1)."""
-        out: Tensor = self.input_layer.condition_proj(self.scaled(features))
-        return out
-
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Return the (B, N * K, D) rotary factors of rows at (B, N) positions: slot k stands k + 1 further."""
-        slots = positions[..., None] + torch.arange(1, self.config.slots + 1, device=positions.device)
-        return self.rotary(slots.flatten(1), dtype)
-
-
-RANK_FEATURES = 15
-RANK_HIDDEN = 256
-BUCKETS = 4
-_TOP = 10
-
-
-class SpecBlockConfig(BlockConfig):
-    kind: ClassVar[str] = "specblock"
-    num_hidden_layers: PositiveInt = 2
-    slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
-    rank_norm_topk: PositiveInt | None = 20
-    """the rank features are normalised over the so many most probable ids, None: over all; as released: 20"""
-    block_rope_advance: bool = False
-    """whether a later block's rotary positions move on by the depth it starts at; the released weights' do not"""
-    prefix_broadcast: bool = True
-    """whether every slot reads condition and token, not the first alone (ablation)"""
-    layer_shift: bool = True
-    """whether slot k - 1 is mixed into slot k between layers (ablation)"""
-
-
-class SpecBlockModel(BlockModel):
-    """Layers with the shift between them, and the rank head."""
 
     config: SpecBlockConfig
 
@@ -129,7 +95,21 @@ class SpecBlockModel(BlockModel):
             nn.Linear(RANK_HIDDEN, BUCKETS, bias=False),
         )
 
+    def condition(self, features: Tensor) -> Tensor:
+        """Turn (..., feature width) features into (..., hidden) conditions of first blocks (equation 1)."""
+        out: Tensor = self.input_layer.condition_proj(self.scaled(features))
+        return out
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Return the (B, N * K, D) rotary factors of rows at (B, N) positions: slot k stands k + 1 further."""
+        slots = positions[..., None] + torch.arange(1, self.config.slots + 1, device=positions.device)
+        return self.rotary(slots.flatten(1), dtype)
+
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
+        """(B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed states.
+
+        `rope` and each layer's attention are of the N * K slots in row-major order.
+        """
         states: Tensor = self.input_layer(condition, token, self.config.prefix_broadcast)
         shape = states.shape
         for number, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
@@ -140,24 +120,20 @@ class SpecBlockModel(BlockModel):
         return states
 
     def rank(self, normed: Tensor, logits: Tensor) -> Tensor:
-        """(..., 4) bucket logits; no gradient reaches the trunk (equation 4)."""
-        features = rank_features(logits.detach(), self.config.rank_norm_topk)
+        """(..., 4) bucket logits; no gradient reaches the trunk (equation 4).
+
+        A draft distribution is 15 numbers (appendix B): log-probabilities of the ten most probable ids, logit gaps 1-2,
+        1-3 and 1-5, p(top-1), entropy in nats.
+        """
+        wide, most = logits.detach().float(), self.config.rank_norm_topk
+        top, _ = largest(wide, max(_TOP, most or 0))
+        log_probs = (wide if most is None else top[..., :most]).log_softmax(-1)
+        below = top[..., :1] - top
+        best = log_probs.amax(-1, keepdim=True) - below[..., :_TOP]
+        entropy = -log_probs.exp().mul_(log_probs).sum(-1, keepdim=True)
+        features = torch.cat((best, below[..., 1:3], below[..., 4:5], best[..., :1].exp(), entropy), dim=-1)
         out: Tensor = self.rank_head(torch.cat((normed.detach(), features.to(normed.dtype)), dim=-1))
         return out
-
-
-def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
-    """Summarise draft distributions in (..., 15) float32 numbers (appendix B).
-
-    Log-probabilities of the ten most probable ids, logit gaps 1-2, 1-3 and 1-5, p(top-1), entropy in nats.
-    """
-    logits = logits.float()
-    top, _ = largest(logits, max(_TOP, norm_topk or 0))
-    log_probs = (logits if norm_topk is None else top[..., :norm_topk]).log_softmax(-1)
-    below = top[..., :1] - top
-    best = log_probs.amax(-1, keepdim=True) - below[..., :_TOP]
-    entropy = -log_probs.exp().mul_(log_probs).sum(-1, keepdim=True)
-    return torch.cat((best, below[..., 1:3], below[..., 4:5], best[..., :1].exp(), entropy), dim=-1)
 
 
 class Eagle3Config(HeadConfig):
@@ -167,12 +143,9 @@ class Eagle3Config(HeadConfig):
     slots: ClassVar[int] = 1
     block_rope_advance: ClassVar[bool] = True
     num_hidden_layers: PositiveInt = 1
-    norm_before_residual: bool = False
-    """the residual is the normed hidden state (speculators)"""
-    norm_before_fc: bool = False
-    """features are normed before they are fused (speculators)"""
-    norm_output: bool = False
-    """the next level reads the normed state (EAGLE 3.1, speculators)"""
+    norm_before_residual: bool = False  # the residual is the normed hidden state (speculators)
+    norm_before_fc: bool = False  # features are normed before they are fused (speculators)
+    norm_output: bool = False  # the next level reads the normed state (EAGLE 3.1, speculators)
 
 
 class _MidLayer(nn.Module):
@@ -211,10 +184,7 @@ class Eagle3Model(DraftModel):
         return out
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
-        """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) states.
-
-        The states are un-normed, unless the configuration has `norm_output`.
-        """
+        """(B, N, hidden) fused features or states, and embeddings -> (B, N, hidden) states, normed if `norm_output`."""
         (attend,) = attends
         out: Tensor = self.midlayer(embedding, hidden, rope, attend)
         return self.norm(out) if self.config.norm_output else out
@@ -233,24 +203,17 @@ class MaskedBlockConfig(HeadConfig):
     num_hidden_layers: PositiveInt = 2
     shared_output: bool = True
     qk_norm: bool = True
-    block_size: int = Field(8, ge=2, le=MAX_TREE_DEPTH)
-    """rows of a block, the root's included"""
-    num_target_layers: NonNegativeInt = 0
-    """layers of the target, which the public loaders want to know; 0: not said"""
-    mask_token_id: NonNegativeInt = 0
-    """the row of the target's token embedding that stands for a token to be predicted"""
-    causal: bool = False
-    """whether a row of the block sees only the block's earlier ones"""
-    sample_from_anchor: bool = False
-    """whether the root's own row predicts a token: the one behind it"""
+    block_size: int = Field(8, ge=2, le=MAX_TREE_DEPTH)  # rows of a block, the root's included
+    num_target_layers: NonNegativeInt = 0  # layers of the target, which the public loaders want to know; 0: not said
+    mask_token_id: NonNegativeInt = 0  # the row of the target's token embedding that stands for a token to be predicted
+    causal: bool = False  # whether a row of the block sees only the block's earlier ones
+    sample_from_anchor: bool = False  # whether the root's own row predicts a token: the one behind it
     markov_rank: NonNegativeInt = 0
     """rank of the table that a token adds to the logits of the next slot; 0: slots know nothing of one another"""
     markov_drafts: bool = False
     """whether the table has a row for each draft id, in order of the target's, and one for all other tokens"""
-    confidence: bool = False
-    """whether the head says how likely each slot is accepted"""
-    confidence_with_markov: bool = True
-    """whether the confidence reads the token before the slot"""
+    confidence: bool = False  # whether the head says how likely each slot is accepted
+    confidence_with_markov: bool = True  # whether the confidence reads the token before the slot
 
     @model_validator(mode="after")
     def _parts_fit(self) -> MaskedBlockConfig:

@@ -1,25 +1,20 @@
 """The heads without weights: a tree grown best first from what a session's own text says of the next token.
 
-**Look-up.** What followed the text's latest tokens when they stood there before. The occurrences of the longest
-suffixes (Saxena, Prompt lookup decoding, 2023; here several, as branches of one tree) vote on what comes next. Their
-votes are blended from short matches to long ones, as in PPM (Cleary and Witten, Data compression using adaptive coding
-and partial string matching, 1984): of the occurrences that match at least n tokens, c_n(x) of C_n are followed by x,
-with T_n distinct followers, and
+**Look-up.** What followed the text's latest tokens where they stood before (Saxena, Prompt lookup decoding, 2023). The
+occurrences of the longest suffixes vote on what comes next, from short matches to long ones as in PPM (Cleary and
+Witten, Data compression using adaptive coding and partial string matching, 1984): of the occurrences that match at
+least n tokens, c_n(x) of C_n are followed by x, with T_n distinct followers, and
 
     P_n(x) = (c_n(x) + (T_n + 1) P_below(x)) / (C_n + T_n + 1),
 
-P_below of the next shorter order, 0 below the shortest. This is Witten-Bell interpolation, as of the bigram, with one
-more escape. A single occurrence of 1, 2, 4, 8 tokens then gives 0.33, 0.56, 0.70, 0.80; in stories, sums and Python
-code the same token followed in about 0.3, 0.5, 0.7, 0.85 of the cases, where Witten-Bell says 0.50 to 0.94. A memory of
-its client's earlier texts votes with the session's own, as if they stood before it.
+P_below of the next shorter order, 0 below the shortest: Witten-Bell interpolation with one more escape. A single
+occurrence of 1, 2, 4, 8 tokens then gives 0.33, 0.56, 0.70, 0.80, about as often as the same token followed in stories,
+sums and Python code. A memory of its client's earlier texts votes, too, as if they stood before the session's own.
 
-**Prediction.** Look-up in what a client predicts of the answer, beside look-up in the session's own text. The text is
-followed through the prediction token by token. While it goes as predicted, the next token is the next one of the
-prediction. Where it left it, the client or the target has edited, and there are three guesses: the text goes on behind
-the longest match of its end (of equally long ones behind the next one in the prediction, since edits keep the order),
-the tokens since then replaced as many, or they were inserted. The first guess that comes true is followed. How often
-each kind of guess comes true is counted in the session itself, and that is its probability: a prediction that fits
-makes long chains, a useless one soon promises nothing.
+**Prediction.** Look-up in what a client predicts of the answer, through which the text is followed token by token.
+Where it leaves the prediction there are three guesses: it goes on behind the longest match of its end (of equally long
+ones behind the next, since edits keep the order), the tokens since then replaced as many, or they were inserted. The
+first guess that comes true is followed. How often each kind does is counted in the session, and is its probability.
 
 **Bigram.** Counts of followers above counts of tokens.
 """
@@ -146,15 +141,11 @@ class Memory:
     def __init__(self, most: int) -> None:
         """`most`: tokens that are remembered."""
         self._most = most
-        self.blocks: deque[Lookup] = deque()
-        """the latest first"""
+        self.blocks: deque[Lookup] = deque()  # the latest first
         self.tokens = 0
 
     def add(self, ids: list[int]) -> None:
-        """Remember a text, the end of one that is too long, and forget the oldest block when there is no room.
-
-        It is found once `count` has taken it in.
-        """
+        """Remember a text, or its end, which is found once `count` took it in; forget the oldest block without room."""
         text = [*ids[-self._most + 1 :], TEXT_END]
         if not self.blocks or len(self.blocks[0].ids) + len(text) > self._most // BLOCKS:
             self.blocks.appendleft(Lookup())
@@ -281,9 +272,7 @@ class Predicted:
         return [guess for guess in guesses if places.get(guess.at) is guess]
 
     def _longest(self, track: Track) -> list[Guess]:
-        """The place behind the longest match of the text's end that is longer than what was followed: the next one of
-        several, the last one where all are behind.
-        """
+        """The place behind the longest match of the text's end, longer than what was followed; of several the next."""
         latest, ids = track.latest, self._array
         places = np.flatnonzero(ids[:-1] == latest[-1]) + 1
         length = 1
@@ -322,16 +311,11 @@ class Frequencies(dict[int, int]):
         self.total += 1
         top = self.top
         if token not in top:
-            if len(top) < self._most:
-                top.append(token)
-            elif count > self[top[-1]]:
-                top[-1] = token
-            else:
+            if len(top) == self._most and count <= self[top[-1]]:
                 return
-        at = top.index(token)
-        while at and self[top[at - 1]] < count:
-            top[at], top[at - 1] = top[at - 1], token
-            at -= 1
+            top.append(token)
+        top.sort(key=self.__getitem__, reverse=True)
+        del top[self._most :]
 
     def above(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the (V,) row with these counts above those of the model below, whose row is given."""
@@ -445,36 +429,25 @@ def grow(
 
     A score is below its parent's, so nodes leave the heap in order of score and parents before children.
     """
-    tokens: list[int] = []
-    places: list[int] = []
-    parents: list[int] = []
-    log_probs: list[float] = []
+    tokens, places, parents, log_probs = list[int](), list[int](), list[int](), list[float]()
     order = itertools.count()  # first come first served among equal scores
-    # Score times -1, tie-breaker; then the row: its parent and that one's score, the state behind it, the children's
-    # level and their scored ids; the place in the row.
-    heap: list[tuple[float, int, int, float, Any, int, list[tuple[float, int]], int]] = []
-
-    def push(parent: int, above: float, state: Any, level: int, row: list[tuple[float, int]], place: int) -> None:
-        if place < len(row):
-            heapq.heappush(heap, (-(above + row[place][0]), next(order), parent, above, state, level, row, place))
+    heap: list[tuple[float, int, int, int, Any, int]] = []  # -score, tie-breaker, parent, token, state, level
 
     def open_row(parent: int, above: float, state: Any, level: int) -> None:
-        row = draft_scores(model.followers(state), job, job.committed_len + level, width)
-        push(parent, above, state, level, row, 0)
+        for score, token in draft_scores(model.followers(state), job, job.committed_len + level, width):
+            heapq.heappush(heap, (-(above + score), next(order), parent, token, state, level))
 
     if job.budget:
         open_row(0, 0.0, model.start(job.root), 1)
     while heap and len(tokens) < job.budget:
-        negated, _, parent, above, state, level, row, place = heapq.heappop(heap)
+        negated, _, parent, token, state, level = heapq.heappop(heap)
         if -negated < least:
             break
-        token = row[place][1]
         tokens.append(token)
         parents.append(parent)
         log_probs.append(-negated)
         if isinstance(model, Predicted):
             places.append(model.place(state, token))
-        push(parent, above, state, level, row, place + 1)  # it could not come before this one
         if level < depth and len(tokens) < job.budget:
             open_row(len(tokens), -negated, model.follow(state, token), level + 1)
     tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
@@ -486,8 +459,7 @@ def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, N
 
     It is drawn with a stream of its own: the p/q rule needs drafts that do not depend on its accept and residual draws.
     """
-    tokens: list[int] = []
-    log_probs: list[float] = []
+    tokens, log_probs = list[int](), list[float]()
     rows = np.zeros((min(job.budget, depth), model.vocab_size), np.float32)
     token, score = job.root, 0.0
     for level, row in enumerate(rows, start=1):
@@ -519,32 +491,23 @@ class NgramHead(Head):
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Count the prompt, a chunk at a time, and first what its salt's sessions said since the last opening."""
         head = self.description
-        memory = self._memory_of(opening.salt)
-        if memory is not None:
-            self._memory[key] = memory
+        memory = None
+        if opening.salt and self._memory_tokens:
+            memory = self._memory[key] = self._memories.setdefault(opening.salt, Memory(self._memory_tokens))
+            self._memories.move_to_end(opening.salt)
+            if len(self._memories) > SALTS:
+                self._memories.popitem(last=False)
             yield from memory.count()
         model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup(memory.blocks if memory else ())
-        if opening.want_q_rows:
-            if not isinstance(model, Bigram):
-                raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
-            if not model.vocab_size:
-                raise InvalidField("open.want_q_rows", "this drafter does not know the vocabulary (drafter.target)")
+        if opening.want_q_rows and not (isinstance(model, Bigram) and model.vocab_size):
+            reason = "of these heads only a bigram samples, where it knows the vocabulary (drafter.target)"
+            raise InvalidField("open.want_q_rows", reason)
         self._models[key] = model
         for start in range(0, len(opening.ids), CHUNK):
             model.extend(opening.ids[start : start + CHUNK])
             yield
         if opening.prediction and isinstance(model, Lookup):
             self._models[key] = Predicted(model, opening.prediction, opening.ids)
-
-    def _memory_of(self, salt: str) -> Memory | None:
-        """Return what is remembered for a salt, of SALTS the ones used last; None for the empty one."""
-        if not salt or not self._memory_tokens:
-            return None
-        memory = self._memories.setdefault(salt, Memory(self._memory_tokens))
-        self._memories.move_to_end(salt)
-        if len(self._memories) > SALTS:
-            self._memories.popitem(last=False)
-        return memory
 
     def close(self, key: int) -> None:
         """Forget the session's text, or leave it to the memory of its salt."""

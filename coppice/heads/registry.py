@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import structlog
 
+from coppice.config.model import text_config
 from coppice.config.sections import HEADS, DrafterSettings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.heads.base import Head
@@ -29,15 +30,12 @@ _BUILDERS = MappingProxyType(
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """Build the head of `settings.kind`, ours or a package's. Raises what our builder raises and, for whatever a
-    package's raises, InvalidField.
-    """
-    builder: Callable[[DrafterSettings], Head]
+    """Build the head of `settings.kind`. Raises as our builder does, and InvalidField whatever a package's raises."""
     if settings.kind in _BUILDERS:
         module, function = _BUILDERS[settings.kind]
-        builder = getattr(import_module(module), function)
-        return builder(settings)
-    builder = extension(HEADS, settings.kind, "drafter.kind")
+        head: Head = getattr(import_module(module), function)(settings)
+        return head
+    builder: Callable[[DrafterSettings], Head] = extension(HEADS, settings.kind, "drafter.kind")
     try:
         return builder(settings)
     except CoppiceError:
@@ -51,11 +49,9 @@ def build_head(settings: DrafterSettings) -> Head:
 def served_head(settings: DrafterSettings) -> Head:
     """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
     head = build_head(settings)
-    if settings.target and head.max_context:
-        from coppice.heads.lm import context_of
-
-        if head.max_context < (tokens := context_of(settings.target, head.max_context)):
-            log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)
+    tokens = text_config(settings.target).get("max_position_embeddings") or 0 if settings.target else 0
+    if 0 < head.max_context < tokens:
+        log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)
     log.info(WARMING_UP)
     head.warm_up()
     return head

@@ -21,7 +21,7 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.heads.layers import largest
 from coppice.limits import MAX_TREE_NODES
 from coppice.speculation import sampling
-from coppice.speculation.sampling import GAMMA, MASK_64, MULTIPLIER_1, MULTIPLIER_2, TOKEN_STREAM
+from coppice.speculation.sampling import GAMMA, MULTIPLIER_1, MULTIPLIER_2, TOKEN_STREAM
 from coppice.speculation.tree import DraftTree
 
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
@@ -45,9 +45,6 @@ class Blocks(NamedTuple):
     spine: list[list[int]]  # (S, K) which of them is the slot's greedy token, from which the block itself goes on
     buckets: list[list[int]]  # (S, K) how sure the slot is: which of the widths is its own
 
-    def of(self, rows: slice) -> Blocks:
-        return Blocks(self.tokens[rows], self.scores[rows], self.spine[rows], self.buckets[rows])
-
 
 @dataclass(eq=False)
 class BlockTree:
@@ -57,29 +54,23 @@ class BlockTree:
     """
 
     job: DraftJob
-    number: int
-    """of the job in its call"""
-    most_starts: int
-    """starts of a forward, the likeliest ones"""
+    number: int  # of the job in its call
+    most_starts: int  # starts of a forward, the likeliest ones
     best_child: float = 0.0
     """log-score of a node's best child: there is no start where such a child is not among the `budget` best"""
-    noise: Tensor | None = None
-    """(depths, draft vocabulary) of the positions below the root; None: its candidates have none"""
-    first_row: int = 0
-    """of its last block, among the rows of all trees"""
+    noise: Tensor | None = None  # (depths, draft vocabulary) of positions below the root, if candidates have any
+    first_row: int = 0  # of its last block, among the rows of all trees
     starts: list[Start] = field(default_factory=lambda: [Start(0, 0, 0, 0, 0)])
-    entries: list[int] = field(default_factory=list)
-    """(E,) depths of its earlier blocks' KV entries"""
+    entries: list[int] = field(default_factory=list)  # (E,) depths of its earlier blocks' KV entries
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # cumulative
-    edge: float = -math.inf
-    """score at or below which a node to come is not among the `budget` best"""
+    edge: float = -math.inf  # score at or below which a node to come is not among the `budget` best
     sent: list[int] = field(default_factory=list)  # a candidate's number in what was sent, 0: not sent
     block: list[int] = field(default_factory=list)
     """of the last forward (S * K,) the node whose children each slot's tokens are, -1 where they are not in the tree"""
-    predictions: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """of each forward `block` and the (S * K, hidden) un-normed states that predicted it, where misses are wanted"""
+    predictions: dict[int | None, Tensor] = field(default_factory=dict)
+    """the (hidden,) un-normed state that predicted a node's children, where misses are wanted"""
 
     @property
     def grows(self) -> bool:
@@ -138,10 +129,7 @@ class BlockTree:
         self.starts = self._best(places) if deeper else []
 
     def _best(self, places: list[Start]) -> list[Start]:
-        """Return the likeliest `most_starts` of the places behind which a node to come may be among the `budget` best.
-
-        Of equal ones the earlier first: the same tree on every machine.
-        """
+        """Return the `most_starts` likeliest places where a node may still be among the best; of equals the first."""
         budget = self.job.budget
         if places and len(self.scores) >= budget:
             self.edge = sorted(self.scores)[-budget]
@@ -151,14 +139,12 @@ class BlockTree:
 
     def state_behind(self, path: Sequence[int]) -> Tensor | None:
         """Return the (hidden,) state that predicted the token behind a path of tokens; None when no forward did."""
-        nodes = {pair: node for node, pair in enumerate(zip(self.parents, self.tokens, strict=True), start=1)}
+        pairs = zip(self.parents, self.tokens, strict=True)
+        nodes: dict[tuple[int | None, int], int] = {pair: number for number, pair in enumerate(pairs, start=1)}
         node: int | None = 0
         for token in path:
-            node = nodes.get((node, token)) if node is not None else None
-        for block, states in self.predictions:
-            if node in block:
-                return states[block.index(node)]
-        return None
+            node = nodes.get((node, token))
+        return self.predictions.get(node)
 
     def send(self) -> Growth:
         """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
@@ -189,8 +175,7 @@ def row_slices(trees: Iterable[BlockTree]) -> list[slice]:
     return [slice(*ends) for ends in pairwise(accumulate((len(tree.starts) for tree in trees), initial=0))]
 
 
-NOISE_VALUES = 1 << 23
-"""of rows of noise that are kept: most positions of a draft were drafted at before"""
+NOISE_VALUES = 1 << 23  # of rows of noise that are kept: most positions of a draft were drafted at before
 
 
 class Ranking:
@@ -212,9 +197,8 @@ class Ranking:
         """Give the trees of coupled jobs the noise of `depths` positions below their roots."""
         noisy = [tree for tree in trees if tree.job.noisy]
         if noisy and self.target_ids.is_cuda:
-            places = [np.array([tree.job.sampling.seed for tree in noisy], np.uint64).view(np.int64)]
-            places.append(np.array([tree.job.committed_len + 1 for tree in noisy], np.int64))
-            seeds, firsts = torch.from_numpy(np.stack(places)[..., None]).to(self.target_ids.device)
+            places = np.array([(tree.job.sampling.seed, tree.job.committed_len + 1) for tree in noisy], np.uint64)
+            seeds, firsts = torch.from_numpy(places.view(np.int64).T[..., None]).to(self.target_ids.device)
             at = (firsts + torch.arange(depths, device=firsts.device)).flatten()
             noise = torch_noise(seeds.expand(-1, depths).flatten(), at, self.target_ids).float()
             for tree, rows in zip(noisy, noise.view(len(noisy), depths, -1), strict=True):
@@ -239,7 +223,10 @@ class Ranking:
         # A block goes on from the greedy tokens of its slots, but for the last one.
         slots = logits.shape[1]
         coupled = slots > 1 and any(tree.noise is not None for tree in trees)
-        greedy = _greedy_ids(logits)[..., None] if coupled else None
+        greedy = None
+        if coupled:  # on a CPU numpy's: torch's takes three to seven times as long there
+            greedy = logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(-1))
+            greedy = greedy[..., None]
         slices = row_slices(trees)
         for tree, rows in zip(trees, slices, strict=True):
             first = tree.first_row = rows.start
@@ -252,7 +239,7 @@ class Ranking:
         width = max(1, *widths) + coupled  # room for a greedy token that the noise puts behind the others
         ranked = self.likeliest(logits, width, greedy, None if buckets is None else buckets[..., None])
         for tree, rows in zip(trees, slices, strict=True):
-            tree.grow(ranked.of(rows), widths, deeper)
+            tree.grow(Blocks._make([part[rows] for part in ranked]), widths, deeper)
 
     def cross(self, trees: Sequence[BlockTree], logits: Tensor, width: int) -> None:
         """Add all paths over slots that know nothing of one another: (J, K, V) float32 logits, which change."""
@@ -299,14 +286,6 @@ def _score(logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
         logits += noise
 
 
-def _greedy_ids(rows: Tensor) -> Tensor:
-    """Return the (...) int64 ids of the largest of (..., V) logits, of several the lowest.
-
-    On a CPU numpy's: torch's takes three to seven times as long there.
-    """
-    return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.numpy().argmax(-1)))
-
-
 def _on_host(*parts: Tensor) -> list[NDArray[Any]]:
     """Return (..., N) tensors of integers and float32 as arrays, after one transfer from the device."""
     if not parts[0].is_cuda:
@@ -317,10 +296,9 @@ def _on_host(*parts: Tensor) -> list[NDArray[Any]]:
     return [array if part.is_floating_point() else array.view(np.int32) for part, array in pairs]
 
 
-# --- the noise on any device ---
-
 # torch has no unsigned 64-bit arithmetic. Products and sums of int64 wrap to the same bits as `sampling`'s; right
 # shifts copy the sign bit and are masked.
+_GAMMA, _FIRST, _SECOND = np.array((GAMMA, MULTIPLIER_1, MULTIPLIER_2), np.uint64).view(np.int64).tolist()
 
 
 def torch_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -328,13 +306,13 @@ def torch_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
     The hashes are those of `sampling.noise` bit for bit. seeds: (P,) int64, the bits of each text's seed.
     """
-    keys = _mix(_mix(seeds + _signed(GAMMA)) + _signed(TOKEN_STREAM * GAMMA & MASK_64))
-    return torch_gumbel(torch_hashes(_mix(keys + positions * _signed(GAMMA)), token_ids))
+    keys = _mix(_mix(seeds + _GAMMA) + TOKEN_STREAM * _GAMMA)
+    return torch_gumbel(torch_hashes(_mix(keys + positions * _GAMMA), token_ids))
 
 
 def torch_hashes(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return (P, K) hashes of (K,) token ids behind (P,) keys, as int64 with the bits of the unsigned ones."""
-    return _mix(keys[:, None] + token_ids[None, :] * _signed(GAMMA))
+    return _mix(keys[:, None] + token_ids[None, :] * _GAMMA)
 
 
 def torch_gumbel(hashes: Tensor) -> Tensor:
@@ -345,14 +323,10 @@ def torch_gumbel(hashes: Tensor) -> Tensor:
 
 def _mix(value: Tensor) -> Tensor:
     """Apply splitmix64's finaliser elementwise."""
-    value = (value ^ _shift(value, 30)) * _signed(MULTIPLIER_1)
-    value = (value ^ _shift(value, 27)) * _signed(MULTIPLIER_2)
+    value = (value ^ _shift(value, 30)) * _FIRST
+    value = (value ^ _shift(value, 27)) * _SECOND
     return value ^ _shift(value, 31)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << 64 - bits) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

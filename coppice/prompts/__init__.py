@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from coppice.errors import InvalidField
 
@@ -33,10 +32,7 @@ class FilePrompt:
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:
-    """All prompts of a .txt file (one a line) or of JSON lines; empty lines are skipped.
-
-    Raises InvalidField naming the file and the line that is no prompt.
-    """
+    """All prompts of a .txt file (one a line) or of JSON lines. Raises InvalidField naming file and line."""
     if path.suffix == ".parquet":
         why = f'{path} is Parquet; as JSON lines: pandas.read_parquet(...).to_json(..., orient="records", lines=True)'
         raise InvalidField("prompts", why)
@@ -64,23 +60,18 @@ def _read_json_line(line: str, where: str) -> FilePrompt:
     key = next((key for key in PROMPT_KEYS if isinstance(fields, dict) and key in fields), None)
     if key is None:
         raise InvalidField("prompts", f"{where}: no object with one of {', '.join(PROMPT_KEYS)}")
-    prompt, *later = _read_value(key, fields[key]) or [None]
-    if prompt is None:
+    turns = fields[key] if key == "turns" else [fields[key]]
+    if key == "ids":
+        is_prompt = isinstance(turns[0], list) and all(type(token) is int and token >= 0 for token in turns[0])
+        turns = [tuple(turns[0])] if is_prompt and turns[0] else []
+    else:
+        is_prompt = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
+    if not (is_prompt and turns):
         raise InvalidField("prompts", f"{where}: {key} is empty or of the wrong type")
+    prompt, *later = turns
     if any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in (prompt, *later)):
         raise InvalidField("prompts", f"{where}: a placeholder; SPEED-Bench's prepare_data.py fetches the text")
     question_id = fields.get("question_id", "")
     if type(question_id) is not int:
         question_id = str(question_id)
     return FilePrompt(prompt, str(fields.get("category", "")), question_id, tuple(later), where)
-
-
-def _read_value(key: str, value: Any) -> list[Any]:
-    """The prompt and what follows it; nothing where the value is none."""
-    if key == "ids":
-        plain = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-        return [tuple(value)] if plain and value else []
-    turns = value if key == "turns" else [value]
-    if not isinstance(turns, list):
-        return []
-    return turns if all(isinstance(turn, str) and turn for turn in turns) else []

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import grpc
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import MethodDescriptor
 
-from coppice.config.sections import TlsSettings
+from coppice.config.sections import SERVICES, TlsSettings
 from coppice.errors import InvalidField, PermissionDenied, Unauthenticated
 
 log = structlog.get_logger()
@@ -41,24 +41,15 @@ ACCESS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "coppice.v1.GenerationService": {"Generate": frozenset(), "DescribeModel": frozenset()},
 }
 """By service and method, whose certificate may call it; empty: it needs none. What is not here may not be served."""
-SERVED_BY = {
-    "coppice.v1.VerifierService": "verifier",
-    "coppice.v1.DrafterService": "drafter",
-    "coppice.v1.AdapterService": "adapter",
-}
+SERVED_BY = {service: role for role, service in SERVICES.items() if role != "orchestrator"}
 """Whose certificate serves a service; that of any other must name the host that was dialed"""
 
 
-class Clients(Protocol):
-    """Who may ask for generation."""
-
-    def admit(
-        self, metadata: Iterable[tuple[str, str | bytes]], counted: bool
-    ) -> AbstractAsyncContextManager[None, bool | None]:
-        """Hold the place of a client inside the block; `counted` calls count towards its limit.
-
-        Raises Unauthenticated, Overloaded.
-        """
+Place = AbstractAsyncContextManager[None, bool | None]
+"""What a call holds inside the block"""
+Clients = Callable[[Iterable[tuple[str, str | bytes]], bool], Place]
+"""The place of a client of generation, by a call's metadata, and whether the call counts towards the client's limit;
+raises Unauthenticated, Overloaded"""
 
 
 class Access:
@@ -68,31 +59,23 @@ class Access:
         """Without TLS everybody may call everything but generation, and that too if `clients` is None."""
         self._tls, self._clients = tls, clients
 
-    def admit(
-        self, method: MethodDescriptor, context: grpc.aio.ServicerContext
-    ) -> AbstractAsyncContextManager[None, bool | None]:
+    def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> Place:
         """Hold the call's place inside the block. Raises Unauthenticated, PermissionDenied, Overloaded."""
         callers = ACCESS[method.containing_service.full_name][method.name]
         if not callers:
             return self.client(context.invocation_metadata() or (), counted=method.server_streaming)
         if self._tls.on:
-            self._check_name(method, callers, context)
+            names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+            if not names:
+                raise Unauthenticated("a certificate is needed")
+            if callers.isdisjoint(names):
+                log.warning("refused", method=method.full_name, caller=names)
+                raise PermissionDenied(f"{method.full_name} is for {' and '.join(sorted(callers))}")
         return contextlib.nullcontext()
 
-    def client(
-        self, metadata: Iterable[tuple[str, str | bytes]], counted: bool
-    ) -> AbstractAsyncContextManager[None, bool | None]:
-        """Hold the place of a client of generation inside the block, as `Clients.admit`."""
-        return self._clients.admit(metadata, counted) if self._clients else contextlib.nullcontext()
-
-    @staticmethod
-    def _check_name(method: MethodDescriptor, callers: frozenset[str], context: grpc.aio.ServicerContext) -> None:
-        names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
-        if not names:
-            raise Unauthenticated("a certificate is needed")
-        if callers.isdisjoint(names):
-            log.warning("refused", method=method.full_name, caller=names)
-            raise PermissionDenied(f"{method.full_name} is for {' and '.join(sorted(callers))}")
+    def client(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Place:
+        """Hold the place of a client of generation inside the block, as Clients."""
+        return self._clients(metadata, counted) if self._clients else contextlib.nullcontext()
 
 
 class Certificates(NamedTuple):
@@ -152,10 +135,7 @@ class Certificates(NamedTuple):
 
 
 def server_credentials(tls: TlsSettings, service: str) -> grpc.ServerCredentials:
-    """Open a port of a service with these; every new connection gets the files' content.
-
-    Raises InvalidField naming the setting whose file is missing or unusable.
-    """
+    """Open a port of a service with these; every new connection gets the files' content. Raises InvalidField."""
     used = Certificates.of_server(tls)
 
     def configuration() -> grpc.ServerCertificateConfiguration:

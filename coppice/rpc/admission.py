@@ -14,9 +14,7 @@ _TRIES = 4  # of those who were refused, for each place that becomes free
 
 
 class Admission:
-    """`capacity` units (sessions, KV tokens); callers wait in order for theirs, and clients take turns (start-time fair
-    queueing). For one event loop.
-    """
+    """`capacity` units (sessions, KV tokens), for which clients take turns (start-time fair queueing). For one loop."""
 
     def __init__(self, what: str, capacity: int, queued: int, wait_s: float) -> None:
         self.what, self.capacity, self.queued, self.wait_s = what, capacity, queued, wait_s
@@ -34,9 +32,8 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def admit(self, units: int = 1, client: str = "") -> AsyncIterator[None]:
-        """Hold `units` inside the block; who waits does so behind those of the same client.
-
-        Raises Overloaded at once when they can never fit or the queue is full, or after `wait_s` in the queue.
+        """Hold `units` inside the block; who waits does so behind those of the same client. Raises Overloaded at once
+        when they can never fit or the queue is full, or after `wait_s` in the queue.
         """
         await self._acquire(units, client)
         clock = asyncio.get_running_loop().time
@@ -50,9 +47,7 @@ class Admission:
             self._wake()
 
     def _full(self, units: int, reason: str) -> Overloaded:
-        """The refusal, with a hint when to come back: each a later time than the last, so that a few times as many
-        callers come back as there is room for by then, however many were refused.
-        """
+        """The refusal, with a hint when to come back, each later than the last: a few come back for each free place."""
         now = asyncio.get_running_loop().time()
         later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES
         longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _TRIES * self._held_s)
@@ -70,10 +65,8 @@ class Admission:
         return False
 
     async def _acquire(self, units: int, client: str) -> None:
-        """Wait for this caller's turn and take its units.
-
-        A caller takes them itself, in the same turn of the loop in which it sees that they are there, and leaves the
-        queue itself. Nothing is granted to one who may just be giving up.
+        """Wait for this caller's turn. A caller takes its units itself, in the turn of the loop in which it sees that
+        they are there, and leaves the queue itself: nothing is granted to one who may just be giving up.
         """
         if self.check(units):
             self.used += units

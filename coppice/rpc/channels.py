@@ -43,11 +43,9 @@ CHANNEL_OPTIONS = [
 """of every client channel: message bounds, keepalive, no retries of their own"""
 
 
-class _Guarded:
-    """Stands for a channel to one address: hands the trace on, sends metadata with each call, checks that the server is
-    the service's.
-
-    After a change of certificates the next call takes a new connection. Those under way keep theirs.
+class GuardedChannel:
+    """Stands for a channel to one address, also from several threads: hands the trace on, sends metadata with each
+    call, checks that the server is the service's. After a change of certificates the next call takes a new connection.
     """
 
     def __init__(self, library: ModuleType, address: str, tls: TlsSettings, metadata: Metadata) -> None:
@@ -79,7 +77,7 @@ class _Guarded:
             before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
             if self._certificates is not before:
                 self._current.clear()  # a channel goes when its last call ends
-            name = self._tls.server_name or (SERVED_BY.get(service, ""))
+            name = self._tls.server_name or SERVED_BY.get(service, "")
         if name not in self._current:
             options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
             if self._certificates is None:
@@ -93,17 +91,12 @@ class _Guarded:
             self._current[name] = channel
         return self._current[name]
 
-
-class GuardedChannel(_Guarded):
-    """For callers without an event loop; may be used from several threads."""
-
-    def close(self) -> None:
+    def close(self) -> Any:
         """End the calls of the channels in use."""
-        for channel in self._current.values():
-            channel.close()
+        return [channel.close() for channel in self._current.values()]
 
 
-class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel"]):
+class AioGuardedChannel(GuardedChannel, AbstractAsyncContextManager["AioGuardedChannel"]):
     """For callers on an event loop; an async context manager. Sessions share a link."""
 
     def __init__(self, *given: Any) -> None:
@@ -129,7 +122,7 @@ class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel
 
     async def close(self) -> None:
         """End the calls of the channels in use."""
-        await asyncio.gather(*(channel.close() for channel in self._current.values()))
+        await asyncio.gather(*super().close())
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
@@ -177,10 +170,7 @@ class Dialer:
         return cls(tls=tls, token=os.environ.get("COPPICE_TOKEN", ""))
 
     def open(self, address: str) -> AioGuardedChannel:
-        """A channel to one address; it connects in the event loop of its first call, and may be made outside of one.
-
-        Raises InvalidField for unusable certificates or a token.
-        """
+        """A channel to one address, which connects in the event loop of its first call. Raises InvalidField."""
         return AioGuardedChannel(grpc.aio, address, self.tls, self._metadata(address))
 
     def open_blocking(self, address: str) -> GuardedChannel:

@@ -1,8 +1,7 @@
 """Where the replicas of a pool are: a static list, DNS, or a registry in Redis that replicas keep themselves in.
 
-An address holds for one lease after it was last listed. While a list is away or empty, what it named last holds, and
-after a flush of the registry all replicas register again within that time. Which of them are alive is for health checks
-to say.
+An address holds for one lease after it was last listed; while a list is away or empty, what it named last holds. Which
+replicas are alive is for health checks to say.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from coppice.limits import MAX_ADDRESS_CHARS
 
 log = structlog.get_logger()
 
-Changed = Callable[[tuple[str, ...]], None]
-"""Told the sorted addresses; never none"""
 Look = Callable[[], Awaitable[Iterable[str]]]
 """Lists the addresses of a directory; raises Unavailable"""
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-MAX_REPLICAS = 1024
-"""of a pool that are read"""
+MAX_REPLICAS = 1024  # of a pool that are read
 LEASE_S, POLL_S = 3.0, 0.5
 """how long a replica is believed to be where it was listed; time between two looks at a registry or at DNS"""
 _ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
@@ -111,8 +107,7 @@ class Directory:
 
     def __init__(self, fixed: Sequence[str], lists: Mapping[str, Look]) -> None:
         self._fixed, self._lists = fixed, lists
-        self._until: dict[str, dict[str, float]] = {name: {} for name in lists}
-        """by list, when the lease of each address that it named is over"""
+        self._until: dict[str, dict[str, float]] = {name: {} for name in lists}  # when each address' lease is over
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -124,8 +119,8 @@ class Directory:
         """How long it may take until a new replica is known, seconds; 0: the list is static."""
         return 2 * POLL_S if self._lists else 0.0
 
-    async def run(self, changed: Changed) -> None:
-        """Call `changed` with the addresses as soon as there are any, and whenever they change, until cancelled."""
+    async def run(self, changed: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `changed` with the sorted addresses, once there are any, and when they change, until cancelled."""
         latest: tuple[str, ...] = ()
 
         def notify() -> None:
@@ -162,10 +157,8 @@ class Directory:
 
 
 def directory(places: Sequence[str], role: str, pool: str, redis: str, field: str) -> Directory:
-    """The directory that `places` make together: HOST:PORT, dns:HOST:PORT and redis in any mixture.
-
-    `role` is verifier or drafter, `pool` a drafter's name and empty for verifiers; `redis` the URL of the registry,
-    which has one target. Raises InvalidField naming the setting `field`.
+    """The directory that `places` make together: HOST:PORT, dns:HOST:PORT and redis, the URL of the registry. `pool` is
+    a drafter's name, and empty for verifiers. Raises InvalidField naming the setting `field`.
     """
     if not places:
         raise InvalidField(field, "names none")
@@ -195,10 +188,7 @@ def drafter_pools(pairs: Sequence[str], redis: str, field: str) -> dict[str, Dir
 
 
 def own_registries(settings: Settings, role: str, *pools: str) -> list[Registry]:
-    """Where a service keeps itself registered, none without a registry: `pools` are a drafter's names.
-
-    Raises InvalidField for a host that others cannot reach.
-    """
+    """Where a service keeps itself registered; `pools` are a drafter's names. Raises InvalidField for the host."""
     if not settings.directory.redis:
         return []
     host = settings.server.advertise or settings.server.host

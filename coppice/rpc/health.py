@@ -1,6 +1,5 @@
-"""Health checks on a port and in threads of their own, so that a busy server still answers its probes.
-
-The service port answers them too, from the event loop: load balancers and clients ask where they call.
+"""Health checks on a port and in threads of their own, so that a busy server still answers its probes, and on the
+service port, from the event loop: load balancers and clients ask where they call.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class _Servicer(health.HealthServicer):  # type: ignore[misc]  # grpc_health has
 
 
 class Health:
-    """grpc.health.v1 of a server. The name "" is alive from construction on; a service's name only while ready.
-
-    It is also the servicer of the service port, and who lets in there: everybody, so many at a time.
+    """grpc.health.v1 of a server, whose service port lets everybody in, so many at a time. The name "" is alive from
+    construction on; a service's name only while ready.
     """
 
     def __init__(self, not_ready_s: float = NOT_READY_S) -> None:

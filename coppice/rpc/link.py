@@ -26,19 +26,15 @@ from coppice.wire.common import begin_item, end_item, message_item, read_frame
 
 log = structlog.get_logger()
 
-LINK = "Link"
-"""the method that carries sessions"""
+LINK = "Link"  # the method that carries sessions
 LINKED = frozenset(
     f"/coppice.v1.{method}"
     for method in ("VerifierService/Verify", "VerifierService/FetchFeatures", "DrafterService/Draft")
 )
 """paths of the methods whose calls are sessions"""
-BEAT_S = 0.5
-"""without another frame for so long, each side sends an empty one"""
-SILENT_S = 2.0
-"""without any frame for so long a client takes the server for lost"""
-UNUSED_S = 10.0
-"""a link that has had no session for so long is ended by its client"""
+BEAT_S = 0.5  # without another frame for so long, each side sends an empty one
+SILENT_S = 2.0  # without any frame for so long a client takes the server for lost
+UNUSED_S = 10.0  # a link that has had no session for so long is ended by its client
 MOST_ITEMS = 256  # of a frame
 MOST_UNREAD = 512  # messages of a session: then it is ended
 MOST_REQUESTS_BYTES, MOST_ANSWERS_BYTES = 1 << 20, 16 << 20  # beside one message: a server has many sessions
@@ -60,10 +56,8 @@ class Inbox:
         self._parse, self._most, self._most_bytes = parse, most, most_bytes
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
-        self.latest = 0.0
-        """when something came, of the event loop's clock, once somebody listens"""
-        self.is_busy = False
-        """who listens has still to answer what came"""
+        self.latest = 0.0  # when something came, of the event loop's clock, once somebody listens
+        self.is_busy = False  # who listens has still to answer what came
         self._take: Callable[[bytes], None] | None = None
         self._ended = False
         self._error: Exception | None = None
@@ -113,10 +107,9 @@ class Inbox:
             self._waiter = None
 
     async def listen(self, take: Callable[[Any], None]) -> None:
-        """Have `take` called with every message as it comes, without a task in between; return at the end.
+        """Have `take` called with every message as it comes, in a copy of the listener's context; return at the end.
 
-        It is called in a copy of the listener's context, to which its trace belongs. Raises what `take` raises, and the
-        error of `end`.
+        Raises what `take` raises, and the error of `end`.
         """
         self._take = partial(contextvars.copy_context().run, take)  # type: ignore[call-arg]
         while self._unread and not self._ended:
@@ -153,8 +146,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, tuple[bytes, ...]]] = deque()
-        self.waiting = 0
-        """bytes that are not written yet"""
+        self.waiting = 0  # bytes that are not written yet
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._room.set()
         self._looks = 0  # since a frame was written
@@ -227,8 +219,7 @@ class Context:
         trace = ((key, item.trace[key]) for key in ("traceparent", "tracestate") if key in item.trace)
         self._metadata = (*(outer.invocation_metadata() or ()), *trace)
         self.requests = Inbox(parse, most_bytes=MOST_REQUESTS_BYTES)
-        self.end = OK, "", ""
-        """status, details and hint"""
+        self.end = OK, "", ""  # status, details and hint
 
     def invocation_metadata(self) -> Any:
         """The link's, and the session's trace."""
@@ -270,10 +261,7 @@ class ServedLink:
         self._outbox = Outbox()
 
     async def serve(self, requests: AsyncIterator[Any], context: Any, draining: asyncio.Event) -> None:
-        """Write frames until the client has left, or the server drains and the last session has ended.
-
-        Raises InvalidField for a frame that is none, Unavailable when frames are not read.
-        """
+        """Write frames until the client has left, or the server drains and no session is left. Raises CoppiceError."""
         reader = asyncio.create_task(self._read(requests, context))  # it ends with the stream
         writer = asyncio.create_task(self._outbox.write(context.write))
         self._look(writer, draining)
@@ -449,8 +437,7 @@ class Link:
         self._stream, self._address, self._sessions = stream, address, 0
         self.calls: dict[int, LinkedCall] = {}
         self.outbox = Outbox()
-        self.is_over = False
-        """it takes no further session"""
+        self.is_over = False  # it takes no further session
         self._lost = ""
         self._silent = self._unused = 0  # looks since a frame came, since it had a session
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._look)

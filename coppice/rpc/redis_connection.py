@@ -1,7 +1,4 @@
-"""Connections to a Redis that may come and go.
-
-Scripts in it are atomic and go by its own clock, so no machine's matters.
-"""
+"""Connections to a Redis that may come and go. Scripts in it are atomic and go by its own clock."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from redis.exceptions import RedisError
 
 from coppice.errors import Unavailable
 
-TIMEOUT_S = 1.0
-"""how long Redis may take to answer"""
+TIMEOUT_S = 1.0  # for Redis to answer
 
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
@@ -38,11 +34,10 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def exchange(self, more_s: float = 0.0) -> AsyncIterator[Redis]:
-        """Lend the client for one exchange of at most `timeout_s` + `more_s` seconds.
+        """Lend the client for one exchange of at most `timeout_s` + `more_s` seconds. One that was cut short, by a
+        cancellation too, is never used again: its answer would be the next caller's.
 
-        Raises Unavailable when Redis does not answer in time or refuses: what was sent may have arrived, or not. A
-        client whose exchange was cut short, by a cancellation too, is never used again: its answer would be the next
-        caller's.
+        Raises Unavailable when Redis does not answer in time or refuses: what was sent may have arrived, or not.
         """
         if self._client is None:
             tls: dict[str, Any] = {"ssl_check_hostname": True} if self._url.startswith("rediss://") else {}
@@ -61,10 +56,7 @@ class Connection:
             raise
 
     async def run(self, script: str, key: str, *arguments: str | int) -> Any:
-        """Return the answer of a Lua script about one key; `now` in it is milliseconds by the clock of Redis.
-
-        Needs Redis 5, for scripts that write what depends on the time. Raises Unavailable as `exchange` does.
-        """
+        """The answer of a Lua script about one key; `now` in it is milliseconds of Redis. Raises as `exchange` does."""
         async with self.exchange() as client:
             return await client.eval(_NOW + script, 1, key, *map(str, arguments))
 

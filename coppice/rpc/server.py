@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -12,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
@@ -20,9 +18,10 @@ import grpc.aio
 import structlog
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from prometheus_client import CollectorRegistry
 
 from coppice import failpoints
-from coppice.config.sections import ServerSettings, TlsSettings
+from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
@@ -30,7 +29,8 @@ from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
 from coppice.rpc.directory import Registry
 from coppice.rpc.link import LINK, LINKED, Inbox, ServedLink
-from coppice.telemetry import configure_logging
+from coppice.stack.process import write_ready
+from coppice.telemetry import configure_logging, serve_metrics
 
 log = structlog.get_logger()
 
@@ -50,8 +50,7 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
     """A function that makes a method's request of bytes, or an InvalidField: grpc would send the parser's text.
 
-    The parts of a large message are counted before any of them becomes an object: an empty element of a repeated field
-    is two bytes on the wire and a hundred as an object.
+    The parts of a large message are counted first: an empty one is two bytes on the wire and a hundred as an object.
     """
     described = method.input_type
     message = message_factory.GetMessageClass(described)
@@ -119,22 +118,12 @@ async def within(seconds: float | None, late: CoppiceError) -> AsyncIterator[Non
         raise late from None
 
 
-async def _only(requests: AsyncIterator[Any], within_s: float) -> Any:
-    """The one message of a call. grpc's own handlers wait for it without a bound, and never answer when none comes."""
-    async with within(within_s, Unavailable(f"no message for {within_s:g} s")):
-        request = await anext(requests, None)
-    if request is None:
-        raise InvalidField("request", "the call ended without a message")
-    return request
-
-
 @contextlib.asynccontextmanager
 async def _read_out(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
     """Read what the caller still says when the answer is known, and only then let the call end.
 
-    gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. A caller that has
-    closed its side is not waited for. The last read is left to end with the call: grpc.aio never frees what belongs to
-    a read that is cancelled (grpc/grpc#43360).
+    gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. The last read ends
+    with the call: grpc.aio never frees what belongs to a read that is cancelled (grpc/grpc#43360).
     """
     try:
         yield
@@ -156,18 +145,14 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         yield
     except CoppiceError as error:
         hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if error.retry_after_s else ()
-        await context.abort(grpc.StatusCode[error.status], _details(error), hint)
+        details = str(error)[:MAX_DETAILS].encode(errors="replace").decode()  # it may quote what the caller sent
+        await context.abort(grpc.StatusCode[error.status], details, hint)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:
         opaque = secrets.token_hex(8)
         log.exception("unexpected error", method=method, error_id=opaque)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error {opaque}")
-
-
-def _details(error: CoppiceError) -> str:
-    """The status' details: UTF-8 in a header, and they may quote what the caller sent."""
-    return str(error)[:MAX_DETAILS].encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +173,7 @@ class Door:
 
 
 def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: bool = False) -> Handler:
-    """Serve a call, or a session of a link, behind the door.
-
-    Every request is read as a stream: what a call brings is then ours to bound, one message or many.
-    """
+    """Serve a call, or a session of a link, behind the door. All requests are read as streams, which are bounded."""
     idle_s = door.limits.idle_s
     message_s = min(idle_s, door.message_s)
     is_link = method.name == LINK
@@ -209,7 +191,13 @@ def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: b
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         checked = requests if linked or is_link else _checked(requests)
-        return behaviour(checked if method.client_streaming else await _only(checked, message_s), context)
+        if method.client_streaming:
+            return behaviour(checked, context)
+        async with within(message_s, Unavailable(f"no message for {message_s:g} s")):  # gRPC's own wait has no bound
+            request = await anext(checked, None)
+        if request is None:
+            raise InvalidField("request", "the call ended without a message")
+        return behaviour(request, context)
 
     async def awaited(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         async with admitted(requests, context):
@@ -218,7 +206,11 @@ def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: b
     async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         async with admitted(requests, context), contextlib.aclosing(await called(requests, context)) as responses:
             async for response in responses:
-                await (context.write(_serialize(response)) if linked else _sent(context, response, idle_s))
+                if linked:
+                    await context.write(_serialize(response))
+                    continue
+                async with within(idle_s, Unavailable(f"the answer was not read for {idle_s:g} s")):
+                    await context.write(response)
 
     return stream if method.server_streaming and not is_link else awaited
 
@@ -240,24 +232,13 @@ def _serialize(response: Any) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-async def _sent(context: grpc.aio.ServicerContext, response: Any, within_s: float) -> None:
-    """Send a part of the answer. Raises Unavailable when the caller has not read the ones before it for so long."""
-    try:
-        async with asyncio.timeout(within_s):
-            await context.write(response)
-    except TimeoutError:
-        raise Unavailable(f"the answer was not read for {within_s:g} s") from None
-
-
 def add_service(
     server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, door: Door | None = None
 ) -> None:
     """Register `servicer`, whose methods are named as in the proto, behind the guard and `door` (None: open to all).
 
     Unary answers are awaitables, streamed ones async generators of messages or of their bytes; they raise CoppiceError
-    to refuse. A caller that does not send the one message of a call within `health.MESSAGE_S`, or reads no answer for
-    `limits.idle_s`, is refused too, and so is what a call would still do after `limits.call_s`. A method that it lacks
-    is UNIMPLEMENTED, and so is one that a link carries.
+    to refuse. A method that it lacks is UNIMPLEMENTED, and so is one that a link carries.
     """
     door = door or Door()
     served = {method: getattr(servicer, method.name) for method in service.methods if hasattr(servicer, method.name)}
@@ -277,9 +258,7 @@ def add_service(
 
 
 def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
-    """Channel arguments of a server. Clients send less than services do, and a message of many parts unpacks to many
-    times its size.
-    """
+    """Channel arguments of a server. Clients may send less than services do: messages unpack to far more."""
     return [
         ("grpc.max_receive_message_length", REQUEST_BYTES if role == "orchestrator" else MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -324,10 +303,7 @@ class StreamWaits:
         return Unavailable("the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s")
 
     async def listen(self, messages: Inbox, take: Callable[[Any], None]) -> None:
-        """Have `take` called with every message, as `Inbox.listen`; one that is not answered may still be.
-
-        Raises Unavailable when idle too long or draining, and what `take` raises.
-        """
+        """As `Inbox.listen`; what is not answered may still be. Raises Unavailable when idle too long or draining."""
         if self.draining.is_set():
             raise self._end()
         while True:
@@ -361,60 +337,48 @@ class Serving:
     """A running server: its addresses, its health, and its end."""
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        limits: Limits,
-        role: str,
-        tls: TlsSettings | None = None,
-        clients: Clients | None = None,
-        registries: Sequence[Registry] = (),
+        self, settings: Settings, role: str, clients: Clients | None = None, registries: Sequence[Registry] = ()
     ) -> None:
-        """`tls` None: plaintext; `clients` None: they need no token; `registries`: where others find it, from `start`
-        until it begins to drain. Raises InvalidField.
-        """
-        self.settings, self.limits, self.role = settings, limits, role
+        """`clients` None: they need no token. `registries`: where it is to be found. Raises InvalidField."""
+        self.settings, self.limits, self.role, self._tls = settings.server, settings.limits, role, settings.tls
         self._registries = registries
         self._registered: list[asyncio.Task[None]] = []
-        self._tls = tls or TlsSettings()
-        if clients and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
-            raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
+        host, limits = self.settings.host, self.limits
+        if clients and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(host)):
+            raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {host} without TLS")
         self.access = Access(self._tls, clients)
         self.server = grpc.aio.server(options=server_options(limits, role), maximum_concurrent_rpcs=most_calls(limits))
         self.draining = asyncio.Event()
-        self.leaving = asyncio.Event()
-        """set to end it, as SIGTERM does"""
+        self.leaving = asyncio.Event()  # set to end it, as SIGTERM does
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.links: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """counts links, as a Door's"""
         self.address = ""
-        self.others: dict[str, str] = {}
-        """what else the ready file says, by name"""
+        self.others: dict[str, str] = {}  # what else the ready file says, by name
         self.health = health.Health()
         self._services: list[str] = []
 
     async def start(
         self,
-        service: ServiceDescriptor,
-        servicer: object,
-        metrics_port: int = 0,
+        servicers: Mapping[ServiceDescriptor, object],
+        metrics: CollectorRegistry | None = None,
         full: Callable[[], object] | None = None,
-        beside: Mapping[ServiceDescriptor, object] = MappingProxyType({}),
     ) -> None:
-        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order. `full`: as a Door's.
-        `beside`: further services on the same port, with their servicers.
+        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order.
 
-        Raises InvalidField when a port is taken, and for bad certificates.
+        metrics: what the metrics port shows. full: as a Door's. Raises InvalidField when a port is taken, and for bad
+        certificates.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
-        services = {service: servicer, **beside}
-        for each, each_servicer in services.items():
-            door = Door(self.access, self.limits, full, draining=self.draining, links=self.links)
-            add_service(self.server, each, each_servicer, door)
+        door = Door(self.access, self.limits, full, draining=self.draining, links=self.links)
+        for service, servicer in servicers.items():
+            add_service(self.server, service, servicer, door)
         add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
-        self._services = [each.full_name for each in services]
+        self._services = [service.full_name for service in servicers]
         host = self.settings.host
-        credentials = server_credentials(self._tls, service.full_name) if self._tls.on else None
+        metrics_port = serve_metrics(metrics, host, self.settings.metrics_port) if metrics else 0
+        credentials = server_credentials(self._tls, self._services[0]) if self._tls.on else None
         port = _bind(self.server, host, self.settings.port, credentials)
         self.address = f"{self.settings.advertise or host}:{port}"
         health_port = _bind(self.health.server, host, self.settings.health_port)
@@ -422,24 +386,15 @@ class Serving:
         self.health.start(*self._services)
         for registry in self._registries:
             self._registered.append(asyncio.create_task(registry.keep(self.address, self.leaving)))
-        self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
+        if self.settings.ready_file:
+            places = {"address": self.address, "health": f"{host}:{health_port}"}
+            places["metrics"] = f"{host}:{metrics_port}" if metrics_port else ""
+            ready = {"role": self.role, "pid": os.getpid(), **places, **self.others}
+            write_ready(Path(self.settings.ready_file), ready)
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
-    def _write_ready_file(self, health: str, metrics: str) -> None:
-        if not self.settings.ready_file:
-            return
-        path = Path(self.settings.ready_file)
-        ready = {"role": self.role, "address": self.address, "health": health, "metrics": metrics, "pid": os.getpid()}
-        ready |= self.others
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(ready))
-        partial.replace(path)
-
     async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
-        """Serve until SIGTERM, SIGINT or `failed`; leave the registry, refuse new sessions, let running ones end, stop.
-
-        Returns the process's exit code.
-        """
+        """Serve until SIGTERM, SIGINT or `failed`, then let sessions end and stop; returns the process's exit code."""
         failed = failed or asyncio.Event()
         background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
         await self.leaving.wait()
@@ -461,9 +416,7 @@ class Serving:
 def run_service(
     serve: Callable[[Settings], Coroutine[Any, Any, int]], load: Callable[[], Settings] = load_settings
 ) -> int:
-    """A service process's main: its exit code is serve's, 2 on unusable settings or models, 3 when another service is
-    missing. A deliberate error is one line on stderr.
-    """
+    """A service process's main; its exit code: serve's, 2 for unusable settings or models, 3 for a missing service."""
     try:
         settings = load()
         configure_logging(settings.server.log_json)

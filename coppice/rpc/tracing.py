@@ -129,8 +129,9 @@ def serving(method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Iterato
         yield
         return
     from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    above = _propagator().extract(carrier, Context())
+    above = TraceContextTextMapPropagator().extract(carrier, Context())
     with (
         _ended(_start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)) as span,
         api.use_span(span, record_exception=False, set_status_on_exception=False),
@@ -162,13 +163,9 @@ def _start(name: str, above: Context | None, **options: Any) -> Span:
     return span
 
 
-def _propagator() -> Any:
+def _written(span: Span) -> Metadata:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    return TraceContextTextMapPropagator()
-
-
-def _written(span: Span) -> Metadata:
     carrier: dict[str, str] = {}
-    _propagator().inject(carrier, _api().set_span_in_context(span))
+    TraceContextTextMapPropagator().inject(carrier, _api().set_span_in_context(span))
     return tuple(carrier.items())

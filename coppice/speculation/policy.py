@@ -12,8 +12,7 @@ from coppice.machine import extension, extensions
 from coppice.speculation.tree import DraftTree, prune, union
 
 POLICIES = ("plain", "route", "merge", "auto")  # and single:HEAD
-ADDED = "coppice.policies"
-"""the entry points under which packages add policies: a Chooser each"""
+ADDED = "coppice.policies"  # the entry points under which packages add policies: a Chooser each
 NO_HEAD = -1
 UNION = -2
 
@@ -41,15 +40,11 @@ class Policy:
 
     name: str
     heads: tuple[str, ...]
-    chooser: Chooser | None = None
-    """of a policy that a package adds"""
+    chooser: Chooser | None = None  # of a policy that a package adds
 
     @classmethod
     def parse(cls, name: str, heads: Sequence[str]) -> Policy:
-        """Read `name` for a deployment with these heads: of all of them, or of some, as in `route:A/B`.
-
-        Raises InvalidField.
-        """
+        """Read `name` for a deployment with these heads: all, or some as in `route:A/B`. Raises InvalidField."""
         if name == "plain":
             return cls(name, ())
         kind, colon, named = name.partition(":")

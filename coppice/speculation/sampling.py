@@ -205,9 +205,7 @@ def position_key(seed: int, position: int, stream: int) -> int:
 
 
 def position_keys(seeds: Sequence[int], counts: Sequence[int], positions: IntArray) -> NDArray[np.uint64]:
-    """(P,) keys as of `position_key` of draws of tokens at (P,) absolute positions; each seed is that of its count of
-    them.
-    """
+    """(P,) keys as of `position_key` at (P,) absolute positions; each seed is that of its count of them."""
     keys = np.array([_stream_key(seed, TOKEN_STREAM) for seed in seeds], np.uint64)
     return _mixed(_steps(positions), np.repeat(keys, counts))
 

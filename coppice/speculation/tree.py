@@ -119,14 +119,9 @@ def validate(tree: DraftTree, vocab_size: int, max_nodes: int = 64, max_depth: i
         raise TreeError("too-deep", "parents", f"has a path of more than {max_depth} nodes")
 
 
-def extend(tree: DraftTree, tokens: ArrayLike, parents: ArrayLike, log_probs: ArrayLike) -> DraftTree:
-    """The tree with a streamed delta appended; its parents are numbers in the whole tree. Validate the result."""
-    delta = DraftTree(np.asarray(tokens), np.asarray(parents), np.asarray(log_probs))
-    return DraftTree(
-        np.concatenate((tree.tokens, delta.tokens)),
-        np.concatenate((tree.parents, delta.parents)),
-        np.concatenate((tree.log_probs, delta.log_probs)),
-    )
+def extend(tree: DraftTree, *deltas: DraftTree) -> DraftTree:
+    """The tree with streamed deltas appended; their parents are numbers in the whole tree. Validate the result."""
+    return DraftTree(*(np.concatenate([getattr(part, name) for part in (tree, *deltas)]) for name, _, _ in _FIELDS))
 
 
 def union(trees: Sequence[DraftTree]) -> DraftTree:
@@ -137,14 +132,9 @@ def union(trees: Sequence[DraftTree]) -> DraftTree:
     """
     if not trees:
         return DraftTree.empty()
-    sizes = [len(tree) for tree in trees]
+    sizes, whole = [len(tree) for tree in trees], extend(*trees)
     shifts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    parents = np.concatenate([tree.parents for tree in trees])
-    return DraftTree(
-        np.concatenate([tree.tokens for tree in trees]),
-        np.where(parents > 0, parents + shifts, 0),
-        np.concatenate([tree.log_probs for tree in trees]),
-    )
+    return DraftTree(whole.tokens, np.where(whole.parents > 0, whole.parents + shifts, 0), whole.log_probs)
 
 
 def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
@@ -160,7 +150,9 @@ def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
     # A parent is never below its child and has the lower number, so a stable order lists it first.
     ranked = np.argsort(-path_scores(tree), kind="stable")
     kept = np.sort(ranked[:budget]) + 1
-    return select(tree, kept), kept
+    numbers = np.zeros(len(tree) + 1, np.int64)
+    numbers[kept], at = np.arange(1, budget + 1), kept - 1
+    return DraftTree(tree.tokens[at], numbers[tree.parents[at]], tree.log_probs[at]), kept
 
 
 def path_scores(tree: DraftTree) -> NDArray[np.float64]:
@@ -169,14 +161,6 @@ def path_scores(tree: DraftTree) -> NDArray[np.float64]:
     for score, parent in zip(tree.log_probs.tolist(), tree.parents.tolist(), strict=True):
         scores.append(min(score, scores[parent]))
     return np.array(scores[1:])
-
-
-def select(tree: DraftTree, kept: IntArray) -> DraftTree:
-    """The tree of these nodes, ascending and with all their ancestors, numbered anew in their order."""
-    new_numbers = np.zeros(len(tree) + 1, np.int64)
-    new_numbers[kept] = np.arange(1, kept.size + 1)
-    at = kept - 1
-    return DraftTree(tree.tokens[at], new_numbers[tree.parents[at]], tree.log_probs[at])
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

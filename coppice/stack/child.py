@@ -1,8 +1,7 @@
 """Runs a module as a child that ends with its parent: `python -m coppice.stack.child MODULE ARGUMENTS...`, or a fork.
 
 The parent holds the other end of this process's standard input; when it ends, however it ends, the pipe closes and the
-child stops as on SIGTERM. Linux' PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the child ends,
-and to set it from outside takes code between fork and exec, which is unsafe in a process that runs gRPC's threads.
+child stops as on SIGTERM. Linux' PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the child ends.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def _stop_with_parent() -> None:
 
 
 def main() -> None:
-    """Watch the parent, be the module, and end the process at once when the module has ended by its exit code.
-
-    To take down an interpreter that holds torch and a model would cost a second of a core more.
+    """Watch the parent, be the module, and end the process at once when the module has ended by its exit code: to take
+    down an interpreter that holds torch and a model costs a second of a core.
     """
     threading.Thread(target=_stop_with_parent, name="parent-watch", daemon=True).start()
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
@@ -64,14 +62,11 @@ def become(module: str, arguments: Sequence[str], log: Path, environment: Mappin
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.argv = [__name__, module, *arguments]
-    _show([sys.executable, "-m", *sys.argv])
-    main()
-
-
-def _show(command: Sequence[str]) -> None:
-    """Let `ps` show a command, as far as it fits into the place of the fork server's."""
+    # `ps` shows the command, as far as it fits into the place of the fork server's.
+    command = "\0".join([sys.executable, "-m", *sys.argv]).encode()
     start, end = map(int, Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:47])
-    ctypes.memmove(start, "\0".join(command).encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    ctypes.memmove(start, command[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    main()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
-from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, reserve, start_fork_server
+from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, module_of, reserve, start_fork_server
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HTTP_PORT, PORTS, HeadSpec, StackSpec, checkout, module_of, preflight
+from coppice.stack.spec import HTTP_PORT, PORTS, StackSpec, preflight
 
 MODULES = {
     "verifier": module_of("services.verifier"),
@@ -25,8 +25,7 @@ _LATE = (module_of("orchestrator.http.server"), "transformers.models.llama.model
 IMPORTS = (*(f"{module}.service" for module in MODULES.values()), *_LATE)
 """what takes services seconds to import"""
 STOP_GRACE_S = 15.0
-ANSWERS_S = 5
-"""how long running answers have when a whole stack is stopped"""
+ANSWERS_S = 5  # that running answers have when a whole stack is stopped
 FAILOVER_LOADS = 3
 """loads of the slowest verifier that an orchestrator waits for one at least: one that died has to load again"""
 ADAPTER, REDIS = "adapter", "redis"
@@ -34,8 +33,7 @@ _CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 # Only the first orchestrator is for others; what settings say of listening is meant for it.
 _LOOPBACK = {"server.host": "127.0.0.1", "server.advertise": "127.0.0.1", **dict.fromkeys(PORTS[:3], 0)}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-MOST_DEATHS, WITHIN_S = 3, 60.0
-"""an orchestrator that dies so often in so many seconds is not started again"""
+MOST_DEATHS, WITHIN_S = 3, 60.0  # an orchestrator that dies so often in so many seconds is not started again
 
 
 class Stack:
@@ -65,8 +63,7 @@ class Stack:
         self.log_dir = log_dir
         self.processes: dict[str, ServiceProcess] = {}
         """every process by name, whether it runs or not, in the order of their start"""
-        self.redis: LocalRedis | None = None
-        """its own, when signals need one"""
+        self.redis: LocalRedis | None = None  # its own, when signals need one
         self._modules, self._via, self._ready_s = modules, via, ready_s
         self._held = contextlib.ExitStack()  # log folder and Redis, and the ports of processes, while one is dead, too
         self._flags: dict[str, Any] = {}  # of every process
@@ -89,10 +86,7 @@ class Stack:
         start_fork_server(IMPORTS)
 
     def start(self) -> None:
-        """Start everything and wait until it is healthy.
-
-        Raises what `prepare` does unless that was called, and ProcessFailed; call `stop` then too.
-        """
+        """Start everything and wait until it is healthy. Raises as `prepare`, and ProcessFailed; then call `stop`."""
         spec = self.spec
         if self._kv_tokens < 0:
             self.prepare()
@@ -100,17 +94,24 @@ class Stack:
             self.log_dir = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._deadline = time.monotonic() + self._ready_s
-        self._flags = {"server.grace_s": ANSWERS_S, **spec.flags(self.settings), **self._redis_flags()}
+        self._flags = {"server.grace_s": ANSWERS_S, **spec.flags(self.settings)}
+        if spec.adapted and not self.settings.adaptation.redis:  # which every process reads by itself
+            self.redis = self._held.enter_context(LocalRedis())
+            self._flags["adaptation.redis"] = f"redis://{self._via(REDIS, f'127.0.0.1:{self.redis.port}')}/0"
         flags: dict[str, Any] = {"verifier.kv_tokens": self._kv_tokens}
         if spec.one_process:
             flags |= {**spec.extra.get("drafter", {}), "verifier.drafters": [str(head) for head in spec.heads]}
         verifiers = [self._launch(name, "verifier", flags) for name in _names("verifier", spec.verifiers)]
-        drafters = {} if spec.one_process else {head: self._launch_drafters(head, verifiers) for head in spec.heads}
+        targets = [self._via(each.name, each.address) for each in verifiers]
+        heads = [f"{head.name}={target}" for head in spec.heads for target in targets if spec.one_process]
+        for head in () if spec.one_process else spec.heads:
+            flags = {"drafter.name": head.name, "drafter.kind": head.kind}
+            flags |= {"drafter.path": head.path} if head.path else {}
+            if head.kind in FEATURE_KINDS:  # it may fetch them from these verifiers only
+                flags["drafter.verifiers"] = [verifier.address for verifier in verifiers]
+            pool = [self._launch(name, "drafter", flags) for name in _names(f"drafter-{head.name}", spec.replicas)]
+            heads += [f"{head.name}={self._via(each.name, each.address)}" for each in pool]
         self._await_all()
-        targets = [self._reached(verifier) for verifier in verifiers]
-        heads = [f"{head.name}={self._reached(each)}" for head, pool in drafters.items() for each in pool]
-        if spec.one_process:
-            heads = [f"{head.name}={target}" for head in spec.heads for target in targets]
         self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(verifier.load_s for verifier in verifiers))
         if adapted := {head.name: str(head.path) for head in spec.adapted}:
             flags = {"adapter.heads": [f"{name}={path}" for name, path in adapted.items()]}
@@ -128,18 +129,13 @@ class Stack:
         self._await_all()
 
     def restart(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
-        """Do as `revive` does, and wait until the process is healthy. Raises ProcessFailed."""
-        ended_well = self.revive(name, flags)
-        self.processes[name].wait_ready(time.monotonic() + self._ready_s)
-        return ended_well
-
-    def revive(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
-        """Start a process anew on its ports, as it was started first but for `flags`, and return at once.
-
-        What still runs of it is stopped before; whether that ended well.
+        """Stop a process, start it anew on its ports, this time with more flags, and wait until it is healthy; whether
+        it had ended well. Raises ProcessFailed.
         """
-        ended_well = self.processes[name].stop(STOP_GRACE_S)
-        self.processes[name].start(flags)
+        process = self.processes[name]
+        ended_well = process.stop(STOP_GRACE_S)
+        process.start(flags)
+        process.wait_ready(time.monotonic() + self._ready_s)
         return ended_well
 
     def stop(self) -> None:
@@ -202,19 +198,11 @@ class Stack:
             if (number := int(flags.get(port, -1))) >= 0:
                 with contextlib.suppress(OSError):  # the process says why it cannot listen
                     flags[port] = reserve(self._held, flags["server.host"], number)
-        process = ServiceProcess(name, role, self._modules[role], flags, self.log_dir, checkout(), forked=True)
+        process = ServiceProcess(name, role, self._modules[role], flags, self.log_dir, forked=True)
         self.processes[name] = process
         process.log_file.unlink(missing_ok=True)  # of another stack
         process.start()
         return process
-
-    def _launch_drafters(self, head: HeadSpec, verifiers: list[ServiceProcess]) -> list[ServiceProcess]:
-        """Start a head's pool. One that reads features may fetch them from these verifiers only."""
-        flags: dict[str, Any] = {"drafter.name": head.name, "drafter.kind": head.kind}
-        flags |= {"drafter.path": head.path} if head.path else {}
-        if head.kind in FEATURE_KINDS:
-            flags["drafter.verifiers"] = [verifier.address for verifier in verifiers]
-        return [self._launch(name, "drafter", flags) for name in _names(f"drafter-{head.name}", self.spec.replicas)]
 
     def _await_all(self) -> None:
         """Wait until every process is ready. Raises ProcessFailed as soon as one of them has ended."""
@@ -224,17 +212,6 @@ class Stack:
             if time.monotonic() > self._deadline:
                 waiting[0].wait_ready(self._deadline)
             time.sleep(POLL_S)
-
-    def _reached(self, process: ServiceProcess) -> str:
-        """Where others reach a process."""
-        return self._via(process.name, process.address)
-
-    def _redis_flags(self) -> dict[str, Any]:
-        """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
-        if not self.spec.adapted or self.settings.adaptation.redis:
-            return {}
-        self.redis = self._held.enter_context(LocalRedis())
-        return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self.redis.port}')}/0"}
 
 
 def _names(stem: str, count: int) -> list[str]:
@@ -247,15 +224,12 @@ class Supervisor:
     def __init__(self, stack: Stack, say: Callable[[str], object]) -> None:
         """`say` is given a line for every process that died or is back."""
         self._stack, self._say = stack, say
-        self._deaths: dict[str, list[float]] = {name: [] for name in stack.processes}
-        """when each died, by time.monotonic(), since it last lived for WITHIN_S"""
-        self._starts_at: dict[str, float] = {}
-        """when what is dead is started again"""
+        self._deaths: dict[str, list[float]] = {name: [] for name in stack.processes}  # since it lived for WITHIN_S
+        self._starts_at: dict[str, float] = {}  # when what is dead is started again
 
     def look(self) -> bool:
-        """Start what died once its pause is over, and return whether all run again since this look.
-
-        Raises ProcessFailed when an orchestrator has died too often.
+        """Start what died once its pause is over; whether all run again since this look. Raises ProcessFailed when an
+        orchestrator has died too often.
         """
         back = [self._look(process) for process in self._stack.processes.values()]
         return any(back) and not self._starts_at and all(each.ready for each in self._stack.processes.values())
@@ -265,7 +239,7 @@ class Supervisor:
         if name in self._starts_at:
             if now >= self._starts_at[name]:
                 del self._starts_at[name]
-                self._stack.revive(name)
+                process.start()
         elif process.ended:
             pause_s = self._pause(process, now)
             again = f"it is started again in {pause_s:g} s (log: {process.log_file})"

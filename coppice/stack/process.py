@@ -23,23 +23,15 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coppice.config.sections import SERVICES
 from coppice.errors import CoppiceError
 from coppice.stack import child
 from coppice.telemetry import WARMING_UP
 
 POLL_S = 0.05
-SAFE_PATH = "PYTHONSAFEPATH"
-"""of Python: nothing is imported from the working folder"""
+SAFE_PATH = "PYTHONSAFEPATH"  # of Python: nothing is imported from the working folder
 TAIL_LINES = 20
-REFUSED = 2
-"""exit code of a service whose last line on stderr says what it cannot use"""
-SERVICES = {
-    "verifier": "coppice.v1.VerifierService",
-    "drafter": "coppice.v1.DrafterService",
-    "orchestrator": "coppice.v1.GenerationService",
-    "adapter": "coppice.v1.AdapterService",
-}
-"""whose health says that a role is ready"""
+REFUSED = 2  # exit code of a service whose last line on stderr says what it cannot use
 
 
 class ProcessFailed(CoppiceError):
@@ -65,11 +57,29 @@ class Ready:
     memory: str = ""
 
 
-def environment(path: Path | None) -> dict[str, str]:
-    """This process's variables for a child that imports from `path` first, and not from the working folder, where
-    folders may be called as our packages are.
+def write_ready(file: Path, values: Mapping[str, Any]) -> None:
+    """Write a ready file, which is whole at any moment."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(values), encoding="utf-8")
+    partial.replace(file)
+
+
+def checkout() -> Path | None:
+    """The folder of the checkout, or of the image, with `services/` and `orchestrator/` beside `coppice/`; None in an
+    installed package, which has them in it.
     """
-    paths = [str(path)] if path else []
+    package = Path(__file__).resolve().parents[1]
+    return None if (package / "orchestrator").is_dir() else package.parent
+
+
+def module_of(name: str) -> str:
+    """What `services.X` or `orchestrator` is called here: an installed package has them in itself."""
+    return name if checkout() else f"coppice.{name}"
+
+
+def environment() -> dict[str, str]:
+    """This process's variables for a child that imports from the checkout, and not from the folder that it works in."""
+    paths = [str(root)] if (root := checkout()) else []
     paths += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), SAFE_PATH: "1"}
 
@@ -77,9 +87,7 @@ def environment(path: Path | None) -> dict[str, str]:
 def spawn(
     module: str, arguments: Sequence[str], log: Path | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """`python -m MODULE ARGUMENTS...` with its output at the end of `log`, or where this process' own goes without one;
-    it ends when this process does.
-    """
+    """`python -m MODULE ARGUMENTS...` that ends when this process does; its output is put behind `log`'s, if given."""
     with log.open("ab") if log else contextlib.nullcontext() as output:
         return subprocess.Popen(
             [sys.executable, "-m", "coppice.stack.child", module, *arguments],
@@ -193,29 +201,18 @@ class ServiceProcess:
     """A module run as `python -m MODULE FLAGS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
 
     def __init__(
-        self,
-        name: str,
-        role: str,
-        module: str,
-        flags: Mapping[str, Any],
-        folder: Path,
-        path: Path | None = None,
-        *,
-        forked: bool = False,
+        self, name: str, role: str, module: str, flags: Mapping[str, Any], folder: Path, *, forked: bool = False
     ) -> None:
-        """`flags` are settings by dotted name; `path` is where the module is imported from."""
+        """`flags` are settings by dotted name."""
         self.name, self.role = name, role
-        self.ready: Ready | None = None
-        """its addresses, once it is healthy"""
-        self.load_s = 0.0
-        """how long the latest start took; 0 before it is ready"""
+        self.ready: Ready | None = None  # its addresses, once it is healthy
+        self.load_s = 0.0  # how long the latest start took; 0 before it is ready
         self.address = f"{flags.get('server.host')}:{flags.get('server.port')}"
         """where it will listen, known before it does where its port is reserved"""
-        self._module, self._flags, self._path, self._forked = module, flags, path, forked
+        self._module, self._flags, self._forked = module, flags, forked
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
         self._process: Fork | subprocess.Popen[bytes] | None = None
-        self._started_at = self._stopped_at = 0.0
-        """by time.time(): when it was started, and told to end"""
+        self._started_at = self._stopped_at = 0.0  # by time.time(): when it was started, and told to end
 
     def start(self, flags: Mapping[str, Any] | None = None) -> None:
         """Start it, again if it has ended, this time with more flags, and return at once. The log goes on."""
@@ -224,7 +221,7 @@ class ServiceProcess:
         arguments = as_flags({**self._flags, **(flags or {}), "server.ready_file": self._ready_file})
         self._started_at, self._stopped_at = time.time(), 0.0
         begin = fork if self._forked else spawn
-        self._process = begin(self._module, arguments, self.log_file, environment(self._path))
+        self._process = begin(self._module, arguments, self.log_file, environment())
 
     def wait_ready(self, deadline: float) -> Ready:
         """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`. Raises ProcessFailed."""
@@ -246,9 +243,7 @@ class ServiceProcess:
 
     @property
     def state(self) -> tuple[str, float] | None:
-        """What it is doing and for how long, or that it is ready and how long that took, in seconds; None if it does
-        not run.
-        """
+        """What it is doing and for how long, or "ready" and how long that took, in seconds; None if it does not run."""
         if self._process is None or self.exit_code is not None:
             return None
         if self._stopped_at:

@@ -17,8 +17,7 @@ from coppice.errors import Unavailable
 from coppice.stack.process import await_end, reserve
 
 READY_S, STOP_S, POLL_S = 10.0, 5.0, 0.02
-MEMORY = "512mb"
-"""it refuses what would take more"""
+MEMORY = "512mb"  # it refuses what would take more
 
 
 def find_server() -> Path | None:

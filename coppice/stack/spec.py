@@ -1,6 +1,4 @@
-"""What a stack on one machine consists of, and what would end it after its models were loaded: both are checked before
-anything is started.
-"""
+"""What a stack on one machine consists of, and what would end it later: both are checked before anything is started."""
 
 from __future__ import annotations
 
@@ -12,24 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from coppice.config import model
 from coppice.config.gguf import as_folder
-from coppice.config.model import (
-    ModelSize,
-    check_model,
-    common_tokens,
-    disagreements,
-    free_memory,
-    head_bytes,
-    text_ends,
-    why_no_model,
-)
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField, NotFound
 from coppice.limits import check_range
 from coppice.machine import Dtype, usable_cores
 from coppice.speculation.policy import Policy
-from coppice.stack.process import as_flags, environment, why_no_port
+from coppice.stack.process import as_flags, checkout, environment, module_of, why_no_port
 
 _PLACE = ("device", "dtype", "threads")
 _RESOLVED = {"verifier": ("name", *_PLACE), "drafter": _PLACE, "orchestrator": ("policy", "budget")}
@@ -49,20 +38,6 @@ SHIPPED_HEADS: dict[str, HeadKind] = {
     "lookup": "lookup",
 }
 DEMO_HEADS = ("dspark-code", "dspark-prose", "lookup")
-
-
-def checkout() -> Path | None:
-    """The folder of the checkout, or of the image, that this file is in; None in an installed package.
-
-    A checkout has `services/`, `orchestrator/` and `models/` beside `coppice/`; a package has the first two in it.
-    """
-    package = Path(__file__).resolve().parents[1]
-    return None if (package / "orchestrator").is_dir() else package.parent
-
-
-def module_of(name: str) -> str:
-    """What `services.X` or `orchestrator` is called here: an installed package has them in itself."""
-    return name if checkout() else f"coppice.{name}"
 
 
 def _models() -> Path:
@@ -119,8 +94,7 @@ COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
     """Verifiers, drafter pools and orchestrators on loopback ports. None leaves a value to the settings, and where
-    those are silent to the machine: float32 on CPUs and bfloat16 on CUDA, the verifier on all cores, a drafter on half
-    of them. An adapter trains when no core has anything else to do.
+    those are silent to the machine: the verifier is on all cores, a drafter on half of them.
     """
 
     target: Path
@@ -159,7 +133,7 @@ class StackSpec:
                 raise InvalidField("head", f"the name {head.name!r} must be 1 to 64 of [A-Za-z0-9_-]")
             if names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name} is given twice")
-            if head.kind in WEIGHED_KINDS and (reason := why_no_model(head.path, typed=head.kind == "lm")):
+            if head.kind in WEIGHED_KINDS and (reason := model.why_no_model(head.path, typed=head.kind == "lm")):
                 form = "" if head.path else ": write NAME=KIND:DIR"
                 raise InvalidField("head", f"{head.name}: {reason}{form}")
             if head.path and not head.path.exists():
@@ -171,7 +145,7 @@ class StackSpec:
         if self.policy:
             Policy.parse(self.policy, names)
         object.__setattr__(self, "target", as_folder("target", self.target))
-        check_model("target", self.target, typed=True)
+        model.check_model("target", self.target, typed=True)
 
     @property
     def adapted(self) -> tuple[HeadSpec, ...]:
@@ -240,48 +214,43 @@ def preflight(spec: StackSpec, settings: Settings) -> int:
     for head in spec.heads:
         try:
             if head.kind == "lm" and head.path:
-                common_tokens(head.path, spec.target)
+                model.common_tokens(head.path, spec.target)
         except InvalidField as error:
             raise InvalidField("head", f"{head.name}: {str(error).partition(': ')[2]}") from None
     return kv_tokens
 
 
 def check_target(spec: StackSpec, settings: Settings) -> int:
-    """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target that theirs
-    cannot hold or whose texts would not end.
-    """
+    """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target of no use."""
     verifier, flags = settings.verifier, spec.extra.get("verifier", {})
     ranks = int(flags.get("verifier.ranks", verifier.ranks))
     kv_tokens = int(flags.get("verifier.kv_tokens", verifier.kv_tokens))
     _check_device("verifier.device", verifier.device, ranks)
-    text_ends(spec.target)
-    size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
+    model.text_ends(spec.target)
+    size = model.ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
     if verifier.device.startswith("cuda"):
         import torch
 
         memory: float | None = torch.cuda.get_device_properties(verifier.device).total_memory
     else:
-        memory = free_memory(verifier.device)
+        memory = model.free_memory(verifier.device)
     if memory is None and kv_tokens:
         return kv_tokens
     beside = [str(head) for head in spec.heads if spec.one_process]
-    heads = head_bytes(beside, spec.target, verifier.dtype)
+    heads = model.head_bytes(beside, spec.target, verifier.dtype)
     return size.fit_kv(kv_tokens, verifier.device, memory or 0.0, ranks=ranks, copies=spec.verifiers, heads=heads)
 
 
 def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[str]:
-    """What is odd about a target's files and can be served nevertheless, a line each. Raises InvalidField.
-
-    text_folder: where its tokenizer and chat template are, if that is elsewhere.
-    """
-    yield from disagreements(target)
+    """What is odd about a target's files, or about those of its text elsewhere: a line each. Raises InvalidField."""
+    yield from model.disagreements(target)
     folder = text_folder or target
     if not (folder / "tokenizer.json").is_file():
         return
     command = [sys.executable, "-m", module_of("orchestrator.text"), "check", str(folder.resolve())]
     try:
-        checked = subprocess.run(command, capture_output=True, timeout=_TEMPLATE_S, env=environment(checkout()))
+        checked = subprocess.run(command, capture_output=True, timeout=_TEMPLATE_S, env=environment())
         yield from filter(None, checked.stdout.decode().splitlines())
     except subprocess.TimeoutExpired:
         yield "chats will be refused: this target's chat template does not end"

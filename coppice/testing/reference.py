@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
-from coppice.config.model import text_ends
+from coppice.config.model import read_tokenizer, text_ends
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
 from coppice.wire.generation import Origin
 
@@ -26,15 +26,11 @@ if TYPE_CHECKING:
 
 Verdict = Literal["identical", "tie", "wrong"]
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
-# row's logits depend on how many rows are computed together and on where its keys lie, and some rows of a deep model
-# are more sensitive than others: on a CPU with AMX one row's logits moved by 1.2 between transformers' own ways to
-# compute it. What decides moves less. Of 34,128 decisions that transformers made row by row or 13 rows at once, 385
-# were others than in one forward over the text, by at most 0.185; of some 50,000 at T = 1 two were, by 0.423 and 0.533.
-# Those of ours are as far from float32's logits as transformers' are: along 30 sampled answers the largest error of a
-# row is 0.140 in the mean and 0.82 at most, of transformers' 0.140 and 0.75. In float32 nothing may differ; a tie
-# there is reported as one and fails.
+# row's logits depend on how many rows are computed together and on where its keys lie: on a CPU with AMX one row's
+# moved by 1.2 between transformers' own ways to compute it. What decides moves less. Of 34,128 decisions that
+# transformers made row by row or 13 at once, 385 were others than in one forward over the text, by at most 0.185; of
+# some 50,000 at T = 1 two were, by 0.423 and 0.533. In float32 nothing may differ: a tie there is reported, and fails.
 EPS = 0.8
-_TOKENIZER = "tokenizer.json"
 _ANSWER = "@an answer@"
 _SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -49,7 +45,7 @@ class TargetText:
     @property
     def has_tokenizer(self) -> bool:
         """Whether texts can be encoded."""
-        return (self._target / _TOKENIZER).is_file()
+        return self._tokenizer is not None
 
     @property
     def has_chat_template(self) -> bool:
@@ -74,10 +70,7 @@ class TargetText:
         return tuple(self._tokenizer.encode(text, add_special_tokens=not chat).ids)
 
     def encode_between(self, question: str, after: str, chat: bool) -> tuple[int, ...]:
-        """Ids of what stands between the answer to a question and the answer to the one after it.
-
-        Without a chat template the next question is a paragraph of its own.
-        """
+        """Ids between the answers to two questions; without a chat template the second is a paragraph of its own."""
         text = f"\n\n{after}\n"
         if chat:
             messages = [("user", question), ("assistant", _ANSWER), ("user", after)]
@@ -100,7 +93,7 @@ class TargetText:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return import_module("tokenizers").Tokenizer.from_file(str(self._target / _TOKENIZER))
+        return read_tokenizer(self._target)
 
     @cached_property
     def _config(self) -> Any:
@@ -150,9 +143,8 @@ class Reference:
     def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any) -> Completion:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
-        A step is a forward behind the prefill; one with drafts may make several tokens. What the prefill's own forward
-        made is not counted as decoded. `generate` knows of a bias and of the repetition penalty alone. `options` are
-        its own, of drafts that it looks up and of its cache.
+        A step is a forward behind the prefill, whose own token is not counted as decoded. `generate` knows of a bias
+        and the repetition penalty alone. `options` are its own, of drafts that it looks up and of its cache.
         """
         torch, clock = self._torch, _TokenClock()
         if sampling.repetition_penalty is not None:
@@ -190,11 +182,10 @@ class Reference:
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None
     ) -> Verdict:
-        """Whether an answer is what the target says.
+        """Whether an answer is what the target says: it is if it equals `expected`.
 
-        It is if it equals `expected`. Otherwise one plain forward over prompt + answer re-scores it: "identical" only
-        without `expected` when every token is the row's own (greedy: the argmax, else the argmax with the same noise),
-        "tie" when every token is within EPS of it.
+        Otherwise one plain forward over prompt + answer re-scores it: "identical" only without `expected` when every
+        token is the row's own (greedy: the argmax, else with the same noise), "tie" when each is within EPS of it.
         """
         if expected is not None and tuple(ids) == tuple(expected):
             return "identical"

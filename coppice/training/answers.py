@@ -2,15 +2,15 @@
 
 A shard is four texts of a domain, answered at four temperatures. Every text has as many tokens: a prompt, the target's
 answer and, where that ends or begins to repeat itself, the next prompt, which the target reads by itself. Beside the
-ids a shard has the target's features and final hidden states; distributions are computed from the latter when they are
-needed.
-While shards are recorded, the ids of their texts are kept in a file, from which a recording goes on.
+ids a shard has the target's features, and the final hidden states, of which distributions are computed. The ids of
+texts under way are kept in a file, from which a recording goes on.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -37,28 +36,18 @@ from coppice.errors import InvalidField
 from coppice.limits import BLOCK_SIZE
 from coppice.training.data import Corpus, DataError, Domain, Messages, check_held_out, load_tokenizer, read_corpora
 
-LONGEST_CHUNK = 128
-"""ids of a text in a forward"""
-BESIDE = 8
-"""ids of a text that are fed beside the latest ones of others"""
-COLDEST = 1e-3
-"""temperature of the draws of greedy texts, which nobody looks at"""
-ROWS = 8
-"""of logits that are drawn from together"""
+LONGEST_CHUNK = 128  # ids of a text in a forward
+BESIDE = 8  # ids of a text that are fed beside the latest ones of others
+COLDEST = 1e-3  # temperature of the draws of greedy texts, which nobody looks at
+ROWS = 8  # of logits that are drawn from together
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a shard's texts: greedy ones of a small target loop and teach little, so half are its own samples"""
-PROMPT_LENGTHS = (16, 32, 64, 96)
-"""tokens of a document that begin a text"""
-MOST_HELD_OUT = 4
-"""shards of a domain; fewer where it has fewer than eight times as many to learn from"""
-AT_ONCE = 64
-"""texts that are written together"""
-LOOP = 48
-"""ids: an answer that repeats so many is ended, and so is the longest stretch that it is searched for"""
-SAVE_S = 1.0
-"""between two files of the ids that are recorded so far"""
-READ_TIMES = 3
-"""how often a run reads a recorded token"""
+PROMPT_LENGTHS = (16, 32, 64, 96)  # tokens of a document that begin a text
+MOST_HELD_OUT = 4  # shards of a domain; fewer where it has fewer than eight times as many to learn from
+AT_ONCE = 64  # texts that are written together
+LOOP = 48  # ids: an answer that repeats so many is ended, and so is the longest stretch that it is searched for
+SAVE_S = 1.0  # between two files of the ids that are recorded so far
+READ_TIMES = 3  # how often a run reads a recorded token
 RECORD, BEGUN = "made-from.json", ".begun.json"
 """in a folder of answers: what they were made from; the ids of shards that are not complete"""
 
@@ -71,12 +60,6 @@ class Answer(NamedTuple):
     final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
-def stacked(texts: Sequence[Answer]) -> Answer:
-    """Return (T, ...) texts of one length as (B, T, ...) ones, their states in float32."""
-    ids, features, final = map(torch.stack, zip(*texts, strict=True))
-    return Answer(ids, features.float(), final.float())
-
-
 @dataclass
 class _Text:
     """One text while the target writes it: the first `fed` of its ids have gone through the target."""
@@ -85,11 +68,9 @@ class _Text:
     length: int
     temperature: float
     shard: _Shard | None = None
-    starts: list[int] = field(default_factory=lambda: [0])
-    """of its prompts"""
+    starts: list[int] = field(default_factory=lambda: [0])  # of its prompts
     fed: int = 0
-    drawn: int = 0
-    """ids since the latest prompt"""
+    drawn: int = 0  # ids since the latest prompt
     table: BlockTable = field(init=False)
     features: list[Tensor] = field(default_factory=list)
     final: list[Tensor] = field(default_factory=list)
@@ -123,17 +104,16 @@ def write_answers(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
-    temperatures: Sequence[float] = (),
+    temperature: float = 0.0,
     seed: int = 0,
     layers: tuple[int, ...] = (),
 ) -> list[Answer]:
     """Let a target write a text of lengths[n] tokens from each prompt n, and keep its hidden states.
 
-    End-of-text ids are tokens like any other. temperatures: of each text; empty: greedy. layers: those whose features
-    are kept; empty: the engine's own. Raises OutOfBlocks when the pool is too small for those that are written at once.
+    End-of-text ids are tokens like any other. layers: those whose features are kept; empty: the engine's own. Raises
+    OutOfBlocks when the pool is too small for those that are written at once.
     """
-    heats = temperatures or [0.0] * len(prompts)
-    texts = [_Text(list(p)[:n], n, heat) for p, n, heat in zip(prompts, lengths, heats, strict=True)]
+    texts = [_Text(list(prompt)[:length], length, temperature) for prompt, length in zip(prompts, lengths, strict=True)]
     for _ in _written(engine, texts, seed, layers):
         pass
     return [text.answer() for text in texts]
@@ -262,35 +242,28 @@ class _Shard:
         return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
 
 
-def _planned(facts: Mapping[str, Any], plan: AnswerPlan) -> list[_Shard]:
-    """List the shards of each domain, held-out ones first. A plan with more tokens has these and more."""
-    shards, total = list[_Shard](), sum(fact["weight"] for fact in facts.values())
-    for name, fact in facts.items():
-        count = math.ceil(plan.tokens * fact["weight"] / total / (len(TEMPERATURES) * plan.length))
-        if fact["held_out_documents"]:
-            shards += [_Shard(name, True, number) for number in range(min(MOST_HELD_OUT, max(1, count // 8)))]
-        shards += [_Shard(name, False, number) for number in range(count)]
-    return shards
-
-
 class TargetAnswers:
-    """The recorded answers of a target, read as one long text."""
+    """The recorded answers of a target, read as one long text: of each domain its shards, held-out ones first."""
 
     def __init__(
         self, folder: Path, plan: AnswerPlan, facts: dict[str, dict[str, Any]], layers: tuple[int, ...]
     ) -> None:
+        """layers: those of the features. A plan with more tokens has the shards of this one and more."""
         self.folder, self.plan, self.layers = folder, plan, layers
-        """layers: those of the features"""
-        self.shards = _planned(facts, plan)
-        self.shard_tokens = len(TEMPERATURES) * plan.length
+        self.shard_tokens, total = len(TEMPERATURES) * plan.length, sum(fact["weight"] for fact in facts.values())
+        self.shards, self._domains = list[_Shard](), list[Domain]()
+        for name, fact in facts.items():
+            count = math.ceil(plan.tokens * fact["weight"] / total / self.shard_tokens)
+            held_out = min(MOST_HELD_OUT, max(1, count // 8)) if fact["held_out_documents"] else 0
+            ends = [(len(self.shards) + shards) * self.shard_tokens for shards in (0, held_out, held_out + count)]
+            self._domains.append(Domain(name, fact["weight"], np.arange(ends[1], ends[2]), np.arange(ends[0], ends[1])))
+            self.shards += [_Shard(name, True, number) for number in range(held_out)]
+            self.shards += [_Shard(name, False, number) for number in range(count)]
         self.tokens = len(self.shards) * self.shard_tokens
         self._facts, self._files = facts, dict[int, Any]()
 
     def domains(self) -> list[Domain]:
-        return [
-            Domain(name, fact["weight"], self._positions(name, False), self._positions(name, True))
-            for name, fact in self._facts.items()
-        ]
+        return self._domains
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return what a model card needs to know of the data of each domain, with the tokens answered."""
@@ -317,11 +290,6 @@ class TargetAnswers:
         if number not in self._files:
             self._files[number] = safe_open(self.folder / self.shards[number].name, framework="pt")
         return [self._files[number].get_slice(name)[at : at + length] for name in Answer._fields]
-
-    def _positions(self, domain: str, held_out: bool) -> NDArray[np.int64]:
-        own = [n for n, shard in enumerate(self.shards) if (shard.domain, shard.held_out) == (domain, held_out)]
-        starts = np.array(own, np.int64)[:, None] * self.shard_tokens
-        return (starts + np.arange(self.shard_tokens)).flatten()
 
 
 def record_answers(
@@ -360,7 +328,7 @@ def record_answers(
         corpora = _load(lines, target)
         facts = {corpus.name: corpus.facts() for corpus in corpora}
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(record, json.dumps({"source": source, "facts": facts}) + "\n")
+        write_whole(record, f"{json.dumps({'source': source, 'facts': facts})}\n".encode())
     made_from = json.loads(record.read_text(encoding="utf-8"))
     if made_from["source"] != source:
         raise DataError(f"{folder} holds target answers made from {made_from['source']}; these would be from {source}")
@@ -403,10 +371,8 @@ class _Recorder:
     ) -> None:
         self.answers, self.progress, self.file = answers, progress, answers.folder / BEGUN
         self.tokenizer, self.corpora = load_tokenizer(target), {corpus.name: corpus for corpus in corpora}
-        self.begun: dict[_Shard, list[_Text]] = {}
-        """of shards that are not complete"""
-        self.recorded = 0
-        """tokens of complete shards"""
+        self.begun: dict[_Shard, list[_Text]] = {}  # of shards that are not complete
+        self.recorded = 0  # tokens of complete shards
 
     def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
         answers, saved = self.answers, time.monotonic()
@@ -439,7 +405,7 @@ class _Recorder:
 
     def _save(self) -> None:
         begun = {shard.name: [(text.ids, text.starts) for text in own] for shard, own in self.begun.items()}
-        write_whole(self.file, json.dumps(begun))
+        write_whole(self.file, json.dumps(begun).encode())
 
     def _reached(self) -> int:
         """Say how many tokens there are."""
@@ -466,11 +432,13 @@ class _Recorder:
         return ids[start : start + length]
 
 
-def write_whole(file: Path, content: str | Mapping[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    """Write a text, or tensors with `notes` as safetensors, into a file that takes an older one's place when whole."""
+def write_whole(file: Path, content: bytes | Mapping[str, Tensor], notes: dict[str, str] | None = None) -> None:
+    """Write bytes, or tensors with `notes` as safetensors: the file is the older one until this one is on the disk."""
     partial_file = file.with_name(f"{file.name}.partial")
-    if isinstance(content, str):
-        partial_file.write_text(content, encoding="utf-8")
+    if isinstance(content, bytes):
+        partial_file.write_bytes(content)
     else:
         save_file({name: tensor.cpu().contiguous() for name, tensor in content.items()}, partial_file, notes)
+    with partial_file.open("rb") as written:
+        os.fsync(written)
     partial_file.replace(file)

@@ -20,15 +20,14 @@ TRAINING, COMMANDS = "coppice.training", "coppice.commands.train"
 Data = Annotated[
     list[str],
     typer.Option(
-        "--data",
         help="NAME=GLOB[:WEIGHT], repeatable, of text or of JSON lines; python:stdlib is installed Python source, and "
         "hf:ORG/NAME:SPLIT a data set, by the package datasets.",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds recordings and checkpoints.")]
+Out = Annotated[Path, typer.Option(help="Model folder to write; OUT.work holds recordings and checkpoints.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in OUT.work.")]
-Device = Annotated[str, typer.Option("--device", help="A torch device.")]
-Seed = Annotated[int, typer.Option("--seed", min=0)]
+Device = Annotated[str, typer.Option(help="A torch device.")]
+Seed = Annotated[int, typer.Option(min=0)]
 
 
 @app.callback()
@@ -37,10 +36,7 @@ def _group() -> None:
 
 
 def work_folder(out: Path, resume: bool) -> Path:
-    """Return the run's work folder, beside the model folder, which can so be copied as it is.
-
-    Raises BadParameter if a new run would write over another's checkpoint.
-    """
+    """Return the work folder beside the model folder. Raises BadParameter if a new run would overwrite a checkpoint."""
     work = out.with_name(out.name + ".work")
     if not resume and (work / "checkpoint.safetensors").exists():
         reason = f"{work} holds a run's checkpoint: --resume goes on with it, another folder begins anew"
@@ -62,14 +58,11 @@ def command_line(command: str, data: list[str], flags: Mapping[str, str]) -> str
 def train_head(
     data: Data,
     out: Out,
-    target: Annotated[Path, typer.Option("--target", help="Folder or GGUF file of the target that teaches.")],
-    kind: Annotated[
-        str, typer.Option("--kind", help=f"Kind of head: {', '.join(FEATURE_KINDS)}, or one that a package adds.")
-    ],
+    target: Annotated[Path, typer.Option(help="Folder or GGUF file of the target that teaches.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of head: {', '.join(FEATURE_KINDS)}, or one that a package adds.")],
     tokens: Annotated[
         int,
         typer.Option(
-            "--tokens",
             min=1,
             help="Tokens of the whole run; may be changed on --resume. A third of them is recorded first, for every "
             "--data at least 2,048, and an eighth of that (2,048 to 8,192) is held out beside it.",
@@ -79,27 +72,16 @@ def train_head(
     device: Device = "cpu",
     seed: Seed = 0,
     dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            help="float32 or bfloat16, in which the target answers; default: bfloat16 where the device multiplies it.",
-        ),
+        str, typer.Option(help="float32 or bfloat16, for the target's answers; default: by what the device multiplies.")
     ] = "",
     lessons: Annotated[
-        Path | None,
-        typer.Option(
-            "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
-        ),
+        Path | None, typer.Option(help="Folder of the target's answers, which heads may share; default: in OUT.work.")
     ] = None,
     layers: Annotated[
-        str,
-        typer.Option("--layers", help="Target layers that the head reads, such as 2,10,17; default: 2, L/2 and L - 3."),
+        str, typer.Option(help="Target layers that the head reads, such as 2,10,17; default: 2, L/2 and L - 3.")
     ] = "",
     shape: Annotated[
-        str,
-        typer.Option(
-            "--shape", help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8."
-        ),
+        str, typer.Option(help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8.")
     ] = "",
     adamw: Annotated[bool, typer.Option("--adamw", help="AdamW for all weights, not Muon for matrices.")] = False,
 ) -> None:
@@ -176,6 +158,3 @@ def _fields(text: str) -> dict[str, int]:
 
 for _name in extensions(COMMANDS):
     app.command(_name)(extension(COMMANDS, _name, "command"))
-
-if __name__ == "__main__":
-    app()

@@ -55,14 +55,11 @@ class Corpus:
 
     name: str
     pattern: str
-    weight: float = 1.0
-    """the share of the training tokens, relative to the other lines"""
+    weight: float = 1.0  # the share of the training tokens, relative to the other lines
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    """the names of its files, for the model card"""
-    kind: str = "texts"
-    """texts, prompts that are answered whole, or chats: prompts that are in a template"""
+    sources: list[str] = field(default_factory=list)  # the names of its files, for the model card
+    kind: str = "texts"  # texts, prompts that are answered whole, or chats: prompts that are in a template
 
     @property
     def public(self) -> str:
@@ -127,7 +124,7 @@ class Corpus:
                 raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
             if path.suffix == ".jsonl":
                 lines = enumerate(content.split("\n"), start=1)
-                yield from (_row(line, f"{path}, line {number}") for number, line in lines if line.strip())
+                yield from (_document(line, f"{path}, line {number}") for number, line in lines if line.strip())
             else:
                 yield from (part.strip() for part in content.split(END_OF_TEXT) if part.strip())
 
@@ -169,14 +166,6 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
 
 
-def _row(line: str, where: str) -> str | Messages:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error})") from None
-    return _document(row, where)
-
-
 def _hub_rows(pattern: str, where: str) -> Iterable[Any]:
     """Read a data set, hf:ORG/NAME:SPLIT or hf:FOLDER:SPLIT, by the package of that name. Raises DataError."""
     name, _, split = pattern.removeprefix(HUB).rpartition(":")
@@ -190,7 +179,12 @@ def _hub_rows(pattern: str, where: str) -> Iterable[Any]:
 
 
 def _document(row: object, where: str) -> str | Messages:
-    """Return the text, prompt or chat of a row. Raises DataError."""
+    """Return the text, prompt or chat of a row, or of its JSON. Raises DataError."""
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object")
     if name := next((name for name in CHAT_FIELDS if name in row), None):

@@ -33,12 +33,9 @@ from coppice.training.losses import (
 DRAFT_VOCAB, DRAFT_SHARE = 4096, 16
 """ids of the draft vocabulary: so many, or where that is more one in so many of the target's"""
 MEASURED_ROWS = 12
-LENGTH = "accepted length"
-"""the figure that the best weights have the highest of"""
-HEAD = "head.json"
-"""in a run's work folder: configuration and draft vocabulary"""
-LEAST_SIZE = 1e-6
-"""of a feature: smaller ones are as good as none"""
+LENGTH = "accepted length"  # the figure that the best weights have the highest of
+HEAD = "head.json"  # in a run's work folder: configuration and draft vocabulary
+LEAST_SIZE = 1e-6  # of a feature: smaller ones are as good as none
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,11 @@ class TrainingConfig:
     """What a head is built from before it is trained."""
 
     kind: str
-    target: Path
-    """folder of the target"""
-    answers: TargetAnswers
-    """what the target wrote; `answers.layers` are those of the features"""
-    work: Path
-    """folder of the run, which is not shipped"""
-    shape: Mapping[str, int] = field(default_factory=dict)
-    """fields of `--shape`"""
-    resume: bool = False
-    """whether the run goes on from its checkpoint"""
+    target: Path  # folder of the target
+    answers: TargetAnswers  # what the target wrote; `answers.layers` are those of the features
+    work: Path  # folder of the run, which is not shipped
+    shape: Mapping[str, int] = field(default_factory=dict)  # fields of `--shape`
+    resume: bool = False  # whether the run goes on from its checkpoint
     device: str = "cpu"
     seed: int = 0
 
@@ -65,10 +57,8 @@ class HeadInTraining(nn.Module):
     the group `coppice.training`.
     """
 
-    best_by: ClassVar[str] = ""
-    """the figure that is highest for the best weights; empty: the held-out loss is lowest"""
-    share: float = 0.0
-    """how much of the run is done, 0 to 1; the trainer says it before each step"""
+    best_by: ClassVar[str] = ""  # the figure that is highest for the best weights; empty: the held-out loss is lowest
+    share: float = 0.0  # how much of the run is done, 0 to 1; the trainer says it before each step
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
         """Return the mean loss over (B, T) positions, each row a stretch of one text: see `answers.read(rows)`."""
@@ -90,15 +80,13 @@ class HeadInTraining(nn.Module):
         raise NotImplementedError
 
 
-def head_config(kind: str, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any) -> Any:
+def head_config(kind: str, parts: TargetParts, layers: tuple[int, ...] = (), **more: Any) -> Any:
     """Return a head's configuration in the shape of the target's layers.
 
-    draft_vocab: 0: as many ids as is usual for the target's vocabulary. layers: those that the head reads; empty: the
-    default ones. `more` are fields of the kind's own. Raises InvalidField for one that there is not, or whose value
-    does not fit.
+    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
+    for one that there is not, or whose value does not fit.
     """
     config: Any = parts.config
-    draft_vocab = draft_vocab or max(DRAFT_VOCAB, parts.vocab_size // DRAFT_SHARE)
     of_target = {
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.hidden_size,
@@ -106,21 +94,17 @@ def head_config(kind: str, parts: TargetParts, draft_vocab: int, layers: tuple[i
         "feature_layers": layers or default_feature_layers(config.num_hidden_layers),
         "num_target_layers": config.num_hidden_layers,
     }
-    shape = {
-        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
+    copied = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    shape = {name: getattr(config, name) for name in (*copied, "max_position_embeddings")} | {
+        "draft_vocab_size": min(max(DRAFT_VOCAB, parts.vocab_size // DRAFT_SHARE), parts.vocab_size),
         "shared_output": kind in SHAPES,
         "scaled_features": kind in SHAPES,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": head_rope(config) | {name: more[name] for name in ("rope_theta",) if name in more},
+        "markov_drafts": kind == "dspark",
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True}
-    shape |= {"markov_drafts": kind == "dspark"}
     fields = shape_of(kind)[0]
     own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
     for name in sorted(more.keys() - own):
@@ -138,12 +122,9 @@ def head_rope(config: Any) -> dict[str, Any]:
 
 
 def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> str:
-    """Raise InvalidField unless a head of this shape, that reads these layers, can be made for the target.
-
-    Returns what else to know: where it does not turn positions as the target does.
-    """
+    """Raise InvalidField unless such a head can be made for the target; returns where it turns positions otherwise."""
     parts = TargetParts(target)
-    head = head_config(kind, parts, 0, layers, **shape)
+    head = head_config(kind, parts, layers, **shape)
     if head.rope_parameters == getattr(parts.config, "rope_parameters", None):
         return ""
     return f"the target's layers do not all turn positions alike; the head's rope_parameters: {head.rope_parameters}"
@@ -161,19 +142,18 @@ def build_student(
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", "head.proj.weight")):
+            part = name.removesuffix(".weight")
+            if part.endswith(("o_proj", "down_proj", "markov_w2", "head.proj", "residual")):
                 parameter.zero_()
-            elif name.endswith("position_queries.weight"):
+            elif part.endswith(("position_queries", "mask_tokens")):
                 nn.init.normal_(parameter, std=0.02)
-            elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
+            elif part.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
                 parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
-            elif (
-                name.endswith("markov_w1.weight") and len(parameter) == len(draft_ids) + 1
-            ):  # like tokens have like rows
+            elif part.endswith("markov_w1") and len(parameter) == len(draft_ids) + 1:  # like tokens, like rows
                 rows = parts.embedding[draft_ids].float()
                 rows = rows @ torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -parameter.shape[1] :]
                 parameter[:-1, : rows.shape[1]] = rows / rows.std(0).clamp_min(LEAST_SIZE) * parameter.shape[1] ** -0.5
-            elif name.endswith("lm_head.weight"):
+            elif part.endswith("lm_head"):
                 parameter.copy_(parts.output[draft_ids])
     if not model.own_output:
         model.lm_head.weight = parts.output[draft_ids].to(dtype)
@@ -201,20 +181,18 @@ class FeatureHeadInTraining(Student, HeadInTraining):
 
     best_by = LENGTH
 
-    def __init__(
-        self, config: TrainingConfig, draft_vocab: int = 0, learns_by: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: TrainingConfig, learns_by: Mapping[str, Any] | None = None) -> None:
         """`learns_by` are fields of the HeadLoss of a kind that LOSSES does not have.
 
         Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head.
         """
         kind, answers, record = config.kind, config.answers, config.work / HEAD
         parts = TargetParts(config.target)
-        more = dict(config.shape)
+        counts, more = torch.bincount(answers.ids(), minlength=parts.vocab_size), dict(config.shape)
         if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
-            more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
-        sizes = head_config(kind, parts, draft_vocab, answers.layers, **more)
-        draft_ids = draft_vocabulary(answers, parts.vocab_size, sizes.draft_vocab_size)
+            more = {"mask_token_id": int(counts.argmin())} | more
+        sizes = head_config(kind, parts, answers.layers, **more)
+        draft_ids = counts.argsort(descending=True, stable=True)[: sizes.draft_vocab_size].sort().values
         if config.resume and record.exists():  # more answers may be there now, but the vocabulary stays
             begun = json.loads(record.read_text(encoding="utf-8"))
             draft_ids, reads = torch.tensor(begun["draft_ids"]), tuple(begun["config"]["feature_layers"])
@@ -232,8 +210,8 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         config.work.mkdir(parents=True, exist_ok=True)
         begun = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
-        self.teacher = Teacher(parts.output.to(config.device), draft_ids, dtype)
-        self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
+        teacher = Teacher(parts.output.to(config.device), draft_ids, dtype)
+        self.trained = HeadLoss(teacher, **(learns_by or LOSSES[kind]))
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
         self.texts = {name: answers.read(batch[:, :-1].to(config.device)) for name, batch in batches.items()}
         """held-out texts, by the name of their domain"""
@@ -263,9 +241,3 @@ class FeatureHeadInTraining(Student, HeadInTraining):
             f"| k | {' | '.join(str(k) for k in range(1, len(shares) + 1))} |\n|---|{'---|' * len(shares)}\n"
             f"| alpha | {' | '.join(shares)} |"
         )
-
-
-def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
-    """Return the (size,) ids that are most frequent in the answers, ascending."""
-    counts = torch.bincount(answers.ids(), minlength=vocab)
-    return counts.argsort(descending=True, stable=True)[:size].sort().values

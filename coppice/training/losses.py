@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Any, cast
@@ -24,6 +24,7 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 """features of processors that multiply in bfloat16; on others it is many times slower than float32"""
 
 
+@cache
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 where there are units for it, else float32."""
     has_units = device.type == "cuda" or (device.type == "cpu" and not _BFLOAT16.isdisjoint(this_machine().features))
@@ -32,15 +33,13 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 def autocast(device: torch.device) -> torch.autocast:
     """Return a context of mixed precision in `fast_dtype`, which does nothing where that is float32."""
-    dtype = fast_dtype(device)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) is torch.bfloat16)
 
 
 class Teacher:
     """The draft vocabulary that answers are taught in."""
 
-    draft_number: Tensor
-    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
+    draft_number: Tensor  # (V,) draft id of each target id, -1 outside the draft vocabulary
 
     def __init__(self, output: Tensor, draft_ids: Tensor, dtype: torch.dtype = torch.float32) -> None:
         """`output`: the target's (V, hidden) layer. `draft_ids`: the (D,) ascending ids of the draft vocabulary."""
@@ -56,21 +55,15 @@ class Teacher:
 
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-RANK_BOUNDS = (1, 4, 10)
-"""The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
-DECAY = 0.8
-"""weight of an EAGLE-3 step, or of a slot of a head that drafts at once, over the one before"""
-RANK_AFTER = 0.1
-"""share of the run after which the rank head learns"""
+RANK_BOUNDS = (1, 4, 10)  # the highest rank of buckets 0, 1 and 2; what lies behind is bucket 3
+DECAY = 0.8  # weight of an EAGLE-3 step, or of a slot of a head that drafts at once, over the one before
+RANK_AFTER = 0.1  # share of the run after which the rank head learns
 MASK_AFTER = 0.5
 """share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
 see too few rows; without it they never learn what follows the block's own tokens"""
-STEPS = 7
-"""of drafting that an EAGLE-3 head learns"""
-LATER_ROWS = 3
-"""later blocks learn from one row in so many"""
-ANCHOR_ROWS = 4
-"""blocks of masks learn from one row in so many"""
+STEPS = 7  # of drafting that an EAGLE-3 head learns
+LATER_ROWS = 3  # later blocks learn from one row in so many
+ANCHOR_ROWS = 4  # blocks of masks learn from one row in so many
 
 
 class _Mixture(torch.autograd.Function):
@@ -97,8 +90,8 @@ class _Mixture(torch.autograd.Function):
 
 
 def mixture(logits: Tensor, taught: Tensor, share: float) -> Tensor:
-    """Return the mean of 1 - `share` of the cross-entropy and `share` of the L1 distance of (n, D) logits to what is
-    taught, (n, D) probabilities.
+    """Return the mean of 1 - `share` of the cross-entropy and `share` of the L1 distance of (n, D) logits to (n, D)
+    probabilities.
     """
     return cast(Tensor, _Mixture.apply(logits, taught, share))  # type: ignore[no-untyped-call]
 
@@ -114,12 +107,6 @@ def overlap(logits: Tensor, taught: Tensor) -> Tensor:
     return torch.minimum(logits.float().softmax(-1), taught).sum(-1)
 
 
-def divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """Return the mean KL(p || p') in nats of the distributions of (n, D) logits and (n, D) others."""
-    log_probs = logits.float().log_softmax(-1)
-    return (log_probs.exp() * (log_probs - others.float().log_softmax(-1))).sum(-1).mean()
-
-
 LOSSES: Mapping[str, dict[str, Any]] = {
     "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
     "eagle3": {"blocks": STEPS, "decay": DECAY, "every": LATER_ROWS},
@@ -129,13 +116,13 @@ LOSSES: Mapping[str, dict[str, Any]] = {
 """the fields of HeadLoss that a kind of head learns by"""
 
 
-def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None) -> Tensor:
+def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor) -> Tensor:
     """Return (n * K, N * K + b * n * K) bool: which slots of blocks 1..b + 1 each slot of b + 1 sees, b = len(cuts).
 
-    `chosen` are the (n,) ascending rows that later blocks start from; None for all N.
+    `chosen` are the (n,) ascending rows that later blocks start from.
     """
-    every, last = torch.arange(rows), len(cuts)
-    starts = [every, *[every if chosen is None else chosen] * last]
+    last = len(cuts)
+    starts = [torch.arange(rows), *[chosen] * last]
     key_row = torch.cat([of.repeat_interleave(slots) for of in starts])
     key_slot = torch.cat([torch.arange(slots).repeat(len(of)) for of in starts])
     key_block = torch.cat([torch.full((len(of) * slots,), block) for block, of in enumerate(starts)])
@@ -223,7 +210,7 @@ def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Se
     config, stored = model.config, [list[tuple[Tensor, Tensor]]() for _ in range(model.config.num_hidden_layers)]
     condition, offset = model.condition(answer.features[:, :rows]), 0
     for block, cut in enumerate(cuts):
-        mask = visible(rows, config.slots, cuts[:block], later).to(condition.device)
+        mask = visible(rows, config.slots, cuts[:block], later.cpu()).to(condition.device)
         position = targets.rows[None] + (offset if config.block_rope_advance else 0)
         attends = [partial(attend_along, layer, mask) for layer in stored]
         token = student.embedding[targets.token(offset)]
@@ -259,8 +246,7 @@ class Slot:
     previous: Tensor  # (n,) ids of the tokens before
     gold: Tensor  # (n,) draft ids
     taught: Tensor  # (n, D) the target's probabilities
-    tried: int
-    """the n rows, and those whose token is outside the draft vocabulary"""
+    tried: int  # the n rows, and those whose token is outside the draft vocabulary
 
     @property
     def right(self) -> Tensor:
@@ -297,17 +283,13 @@ class HeadLoss:
     """
 
     teacher: Teacher
-    distance: Distance = soft_loss
-    """how far a slot's logits are from what the target finds likely"""
+    distance: Distance = soft_loss  # how far a slot's logits are from what the target finds likely
     blocks: int = 1
-    decay: float | None = None
-    """weight of a slot over the one before, and the loss is their mean; None: their sum"""
-    valid_prefix: bool = False
-    """whether only rows that were right so far count"""
-    every: int = 1
-    """later blocks, and blocks of masks, start from every so many rows: block 1 is what most steps need"""
+    decay: float | None = None  # weight of a slot over the one before, and the loss is their mean; None: their sum
+    valid_prefix: bool = False  # whether only rows that were right so far count
+    every: int = 1  # later blocks, and blocks of masks, start from every so many rows: block 1 is what most steps need
     anchor: Student | None = None
-    """a frozen copy that the student is to stay near, `anchor_weight` times their divergence; without a mask"""
+    """a frozen copy to stay near: the loss has `anchor_weight` times KL(student || copy), without a mask"""
     anchor_weight: float = 0.0
     states: Callable[[Any, Answer, Targets, Tensor, Sequence[int]], Iterator[Tensor]] = walk
     """what a kind's model computes in training"""
@@ -326,7 +308,8 @@ class HeadLoss:
         for slot, copy in zip(slots, anchored, strict=False):
             total = total + weight * self._of(slot, student.model, share >= RANK_AFTER)
             if copy is not None and len(slot.gold):
-                total = total + weight * self.anchor_weight * divergence(slot.logits, copy.logits)
+                own, its = (each.logits.float().log_softmax(-1) for each in (slot, copy))
+                total = total + weight * self.anchor_weight * F.kl_div(its, own, reduction="batchmean", log_target=True)
             weights, weight = weights + weight, weight * (self.decay or 1.0)
         loss: Tensor = total if self.decay is None else total / weights
         return loss
@@ -413,8 +396,7 @@ def alphas(measured: Tensor) -> list[float]:
 
 def accepted_length(measured: Tensor) -> float:
     """Return the tokens a step would commit with a greedy chain, the root included."""
-    reached: Iterable[float] = accumulate(alphas(measured), mul)
-    return 1.0 + sum(reached)
+    return 1.0 + math.fsum(accumulate(alphas(measured), mul))
 
 
 LEAST_TRIALS = 30

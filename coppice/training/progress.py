@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-LINE_S = 15.0
-"""between two lines where there is no terminal"""
+LINE_S = 15.0  # between two lines where there is no terminal
 
 
 class Progress(Bar):

@@ -24,31 +24,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from coppice.engine.modules import pays
 from coppice.errors import InvalidField
 from coppice.training.answers import write_whole
 from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, TrainingConfig
-from coppice.training.losses import autocast
+from coppice.training.losses import autocast, fast_dtype
 from coppice.training.progress import Progress
 
 CHECKPOINT, BEST, CARD = "checkpoint.safetensors", "best.safetensors", "README.md"
-COUNTERS = "counters"
-"""what a checkpoint's metadata calls them"""
+COUNTERS = "counters"  # what a checkpoint's metadata calls them
 CHECKPOINT_S = 180.0
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
 """matrices that read or write tokens, slots, buckets or chances: AdamW trains them"""
-MUON_STEPS = 4
-"""Newton-Schulz iterations; a fifth made no run better"""
-CLIP = 0.5
-"""largest norm of a gradient"""
+MUON_STEPS = 4  # Newton-Schulz iterations; a fifth made no run better
+CLIP = 0.5  # largest norm of a gradient
 WEIGHT_DECAY = 0.01
-SMALL_UNTIL = 1_500_000
-"""tokens of small steps: early gradients agree, so more steps are worth more than better ones"""
-LONG_SHARE = 0.2
-"""share of the run, its last, in long rows: positions beyond `length` must have been seen once"""
-MICRO_TOKENS = 256
-"""tokens of a forward; its activations stay in the caches"""
+SMALL_UNTIL = 1_500_000  # tokens of small steps: early gradients agree, so more steps are worth more than better ones
+LONG_SHARE = 0.2  # share of the run, its last, in long rows: positions beyond `length` must have been seen once
+MICRO_TOKENS = 256  # tokens of a forward; its activations stay in the caches
 EVAL_ROWS = 8
 TAUGHT = (
     "Trained to predict the target's distribution at every position of its own answers to prompts of the text below, "
@@ -60,11 +53,9 @@ TAUGHT = (
 class Recipe:
     """A run's lengths, all in tokens, and peak learning rates: they rise at first and fall to zero along a cosine."""
 
-    tokens: int
-    """of the whole run"""
+    tokens: int  # of the whole run
     adam: float = 2e-3
-    muon: float = 0.02
-    """of the matrices inside; 0 gives them to AdamW"""
+    muon: float = 0.02  # of the matrices inside; 0 gives them to AdamW
     small_batch: int = 512
     batch: int = 1024
     length: int = 256
@@ -104,7 +95,7 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x.bfloat16() if x.is_cuda or pays(torch.bfloat16) else x
+    x = x.to(fast_dtype(x.device))
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
@@ -119,9 +110,8 @@ def make_optimisers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimi
     chosen = {id(p) for p in matrices}
     others = [p for p in named.values() if id(p) not in chosen]
     adamw = torch.optim.AdamW(others, lr=recipe.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    if not matrices:
-        return [adamw]
-    return [Muon(matrices, lr=recipe.muon, weight_decay=WEIGHT_DECAY, ns_steps=MUON_STEPS), adamw]
+    muon = [Muon(matrices, lr=recipe.muon, weight_decay=WEIGHT_DECAY, ns_steps=MUON_STEPS)] if matrices else []
+    return [*muon, adamw]
 
 
 @dataclass
@@ -131,8 +121,7 @@ class Counters:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    best: float = float("inf")
-    """lowest so far: the held-out loss, or a figure's negative"""
+    best: float = float("inf")  # lowest so far: the held-out loss, or a figure's negative
     best_tokens: int = 0
     drawn: dict[str, int] = field(default_factory=dict)
     held_out: dict[str, float] = field(default_factory=dict)
@@ -142,10 +131,7 @@ class Trainer:
     """Trains a head on the domains of its configuration's answers, in the work folder, and exports it."""
 
     def __init__(self, model: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> None:
-        """The best weights have the highest figure `model.best_by`, or the lowest held-out loss.
-
-        Raises DataError when nothing is held out.
-        """
+        """Raises DataError when nothing is held out, by which the best weights are chosen."""
         self.answers, self.work, self.kind = config.answers, config.work, config.kind
         self.domains = self.answers.domains()
         check_held_out({domain.name: len(domain.held_out) for domain in self.domains}, recipe.length + 1)
@@ -156,14 +142,12 @@ class Trainer:
         if config.resume and (checkpoint := self.work / CHECKPOINT).exists():
             with safe_open(checkpoint, framework="pt") as file:
                 self.counters = Counters(**json.loads(file.metadata()[COUNTERS]))
-            tensors = load_file(checkpoint)
+            tensors = load_file(checkpoint, str(self.device))
             load_parameters(model, tensors)
             for name, parameter in model.named_parameters():
                 state = {key.rpartition("|")[2]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
                 owner = next(o for o in self.optimisers if any(parameter is p for p in o.param_groups[0]["params"]))
-                owner.state[parameter].update(
-                    {key: value if key == "step" else value.to(self.device) for key, value in state.items()}
-                )
+                owner.state[parameter].update(state)
             self.reader.drawn.update(self.counters.drawn)
 
     def checkpoint(self) -> None:
@@ -301,15 +285,13 @@ def replacing(out: Path) -> Iterator[Path]:
 def stop_signal() -> Iterator[Event]:
     """Let the first SIGTERM or SIGINT set an event, so that what works can end at a place to go on from."""
     stopping = Event()
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def stop(number: int, _: object) -> None:
         stopping.set()
         signal.signal(number, previous[number])  # a second one ends at once
 
+    previous: dict[int, Any] = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for number in previous:
-            signal.signal(number, stop)
         yield stopping
     finally:
         for number, handler in previous.items():

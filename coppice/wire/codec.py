@@ -23,8 +23,7 @@ from coppice import limits
 from coppice.errors import InvalidField
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
-"""A class of messages"""
+M = TypeVar("M", bound=Message)  # A class of messages
 
 
 class Within(NamedTuple):
@@ -61,16 +60,13 @@ class Among(NamedTuple):
 class Conversion(NamedTuple):
     """How a field is written and read that is not the same in both."""
 
-    write: Callable[[Any], Any] | None
-    """what the message is given, of a value that is not None"""
+    write: Callable[[Any], Any] | None  # what the message is given, of a value that is not None
     read: Callable[[Any, str, str], Any]
     """of the message, the field's name and the path of the message, which ends with a dot or is empty"""
 
 
-NAMED_ALONE = frozenset({"fence", "sampling", "next"})
-"""Fields that refusals name without the message that holds them"""
-CODECS: dict[str, Codec[Any]] = {}
-"""by the full name of the message"""
+NAMED_ALONE = frozenset({"fence", "sampling", "next"})  # Fields that refusals name without the message that holds them
+CODECS: dict[str, Codec[Any]] = {}  # by the full name of the message
 _BY_CLASS: dict[type, Codec[Any]] = {}
 
 
@@ -101,8 +97,7 @@ class Codec(Generic[T]):
         self._names = [part.name for part in own]
         self._sent = [name for name in described if hasattr(value, name)]  # properties too
         self._values, self._plain = _getter(self._sent), _getter(self._names)
-        self.notes: dict[str, list[Any]] = {}
-        """what bounds each field"""
+        self.notes: dict[str, list[Any]] = {}  # what bounds each field
         self._within: list[tuple[int, float, float]] = []
         self._each: list[tuple[int, float, float]] = []
         self._lengths: list[tuple[int, int, int]] = []

@@ -13,7 +13,7 @@ from coppice.engine.loading import load_engine
 from coppice.heads.block_head import BLOCKS
 from coppice.heads.checkpoints import TargetParts, load_head
 from coppice.stack.spec import StackSpec
-from coppice.training.answers import Answer, stacked, write_answers
+from coppice.training.answers import Answer, write_answers
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
 from coppice.training.progress import Progress
 from lab.report import Report
@@ -59,7 +59,7 @@ def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> tuple
     confusion, counts = torch.zeros(len(BUCKETS), len(BUCKETS), dtype=torch.int64), list[list[tuple[int, int]]]()
     for text in texts:
         counts.append([])
-        for slot in loss.chain(Student(loaded.model, loaded.embedding), stacked([text])):
+        for slot in loss.chain(Student(loaded.model, loaded.embedding), Answer(*(part[None] for part in text))):
             counts[-1].append(slot.counts)
             if len(slot.gold):
                 places = bucket_of(slot.logits, slot.gold), loaded.model.rank(slot.normed, slot.logits).argmax(-1)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from coppice.training.answers import Answer
-from coppice.training.heads import FeatureHeadInTraining, TrainingConfig
+from coppice.training.heads import FeatureHeadInTraining
 from coppice.training.losses import DECAY, Targets, anchored_visible, attend_by
-from lab.paper.models import MedusaModel, ParallelSpecModel
+from lab.paper.heads import MedusaModel, ParallelSpecModel
 
 
 def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
@@ -38,21 +38,5 @@ def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, c
     yield states[:, count:].view(texts, count, slots, hidden)
 
 
-LOSS: dict[str, Any] = {"decay": DECAY, "states": slot_states}
-"""what both kinds of head learn by"""
-
-
-def begin(model: Any) -> None:
-    """Give the parts that are of these kinds alone their first weights."""
-    if isinstance(model, MedusaModel):
-        for offset in model.heads:
-            nn.init.zeros_(cast(Any, offset).residual.weight)
-    elif isinstance(model, ParallelSpecModel):
-        nn.init.normal_(model.mask_tokens.weight, std=0.02)
-
-
-def paper_head(config: TrainingConfig) -> FeatureHeadInTraining:
-    """Make a head of one of these kinds to be trained. Raises as FeatureHeadInTraining does."""
-    head = FeatureHeadInTraining(config, learns_by=LOSS)
-    begin(head.model)
-    return head
+LOSS: dict[str, Any] = {"decay": DECAY, "states": slot_states}  # what both kinds of head learn by
+paper_head = partial(FeatureHeadInTraining, learns_by=LOSS)  # makes a head of one of these kinds to be trained

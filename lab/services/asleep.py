@@ -1,7 +1,4 @@
-"""What the sleeping target and the sleeping head agree on: a text that is made up, its vocabulary, and their times.
-
-It lies in a folder that every service takes for the target's.
-"""
+"""What the sleeping target and head agree on, in a folder as a target's: a made-up text, its vocabulary, the times."""
 
 from __future__ import annotations
 

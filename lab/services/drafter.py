@@ -13,14 +13,12 @@ from coppice.engine.engine import default_feature_layers
 from coppice.heads import registry
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.speculation.tree import DraftTree
-from coppice.stack.spec import module_of
+from coppice.stack.process import module_of
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from lab.services.asleep import Asleep, sleep_out
 
-RANKS = 8
-"""nodes of a level, the first of which goes on"""
-FIRST = 0.6
-"""share of the target's tokens that are the first of their level"""
+RANKS = 8  # nodes of a level, the first of which goes on
+FIRST = 0.6  # share of the target's tokens that are the first of their level
 
 
 class SleepingHead(Head):

@@ -18,9 +18,8 @@ from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.progress import Progress
 from lab.measuring import Bench, asking
-from lab.report import Check, make_row
+from lab.report import Check, costs, make_row
 from lab.services.asleep import Asleep
-from lab.steps import costs
 
 HEAD = "asleep"
 ASLEEP = {**MODULES, "verifier": "lab.services.verifier", "drafter": "lab.services.drafter"}
@@ -77,21 +76,21 @@ def measured(
     wall_s, after = time.perf_counter() - began, _cpu_ns(bench.stack)
     texts = [asleep.text(prompt, options.max_new_tokens) for prompt in prompts]
     wrong = sum(answer.ids != text for answer, text in zip(answers, texts, strict=True))
-    row, means = make_row(method, answers, [], options.budget), costs(method, answers)
+    row, (_, split, parts) = make_row(method, answers, [], options.budget), costs(answers)
     timings, steps = [answer.timings for answer in answers], sum(answer.steps for answer in answers)
-    beside = np.array([split for timing in timings for split in timing.split_ns]) / 1e6
+    beside = np.array([each for timing in timings for each in timing.split_ns]) / 1e6
     used = {name: (after[name] - before[name]) / steps / 1e6 for name in before}
     return {
         "tau": row["tau"],
         "nodes": row["verified_nodes"],
         "step": statistics.median(step for timing in timings for step in timing.step_ns) / 1e6,
-        "T_M": means["T_M"],
-        "T_D": means["T_D"],
-        "beside": means["split"],
+        "T_M": parts["target forward"],
+        "T_D": parts["head forward"],
+        "beside": split,
         "p99": float(np.percentile(beside, 99)),
         "steps/s": steps / wall_s,
         **used,
-        "sessions/core": (asleep.t_m_ms + asleep.t_d_ms * (means["T_D"] > 0)) / used["orchestrator"],
+        "sessions/core": (asleep.t_m_ms + asleep.t_d_ms * (parts["head forward"] > 0)) / used["orchestrator"],
     }, wrong
 
 

@@ -15,7 +15,7 @@ from coppice.engine.engine import DTYPES, Clock, Context, Engine, EngineInfo, Fo
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import PackedBatch
 from coppice.limits import HASH_BYTES
-from coppice.stack.spec import module_of
+from coppice.stack.process import module_of
 from lab.services.asleep import Asleep, sleep_out
 
 

@@ -170,8 +170,12 @@ class Bandit:
         state = self.state
         state.queries += 1
         seconds = record.new_tokens / record.tokens_per_s if record.tokens_per_s else 0.0
-        if record.steps and seconds:
-            self._time(seconds / record.steps, beside)
+        if record.steps and seconds:  # steps beside training are longer by what it costs
+            step_s = seconds / record.steps
+            if not beside:
+                state.step_s += (step_s - state.step_s) / min(state.queries, _LATEST)
+            elif state.step_s:
+                state.drag += (max(0.0, 1 - state.step_s / max(step_s, 1e-9)) - state.drag) / 16
         self._compare(record)
         if not record.sketch:
             return 0, False
@@ -193,14 +197,6 @@ class Bandit:
         if not record.variant:
             kind.tau += recent * (record.tau - kind.tau) if kind.tau > 1 else record.tau - kind.tau
         return number, kind.queries == 1
-
-    def _time(self, step_s: float, beside: bool) -> None:
-        """Learn from the mean time of a query's steps what training costs those beside it."""
-        state = self.state
-        if not beside:
-            state.step_s += (step_s - state.step_s) / min(state.queries, _LATEST)
-        elif state.step_s:
-            state.drag += (max(0.0, 1 - state.step_s / max(step_s, 1e-9)) - state.drag) / 16
 
     def _nearest(self, sketch: NDArray[np.float64]) -> int:
         """Return the kind of a sketch, 0: it is near none."""
@@ -369,12 +365,7 @@ def _distance(kind: KindState, sketch: NDArray[np.float64]) -> float:
 
 # --- the paper's rule ---
 
-ARMS: dict[str, tuple[Arm, ...]] = {
-    "paper": (Arm.HEAD, Arm.FULL),
-    "head-only": (Arm.HEAD,),
-    "full-only": (Arm.FULL,),
-    "always": (Arm.FULL,),
-}
+ARMS = {"paper": UPDATES, "head-only": (Arm.HEAD,), "full-only": (Arm.FULL,), "always": (Arm.FULL,)}
 GROUPS = {Arm.SKIP: 0, Arm.HEAD: 1, Arm.FULL: 2}  # the buffer of each arm
 EPSILON = (0.30, 0.10)  # chance of a random arm at the first and the last event of the cold start, linear between
 ALPHA = 0.10  # weight of a new reward in a value

@@ -11,43 +11,36 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from coppice.adaptation.signals import Sample
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
 from coppice.training.answers import Answer
-from coppice.training.losses import (
-    DECAY,
-    LOSSES,
-    HeadLoss,
-    Student,
-    Teacher,
-    accepted_length,
-    autocast,
-    measure,
-    soft_loss,
-)
+from coppice.training.losses import LOSSES, HeadLoss, Student, Teacher, accepted_length, autocast, measure, soft_loss
 
 from .decide import Arm, Trained, passes_over
 
+Samples = Sequence[Sample]
 _BETAS = (0.9, 0.95)
 _RATES = {Arm.HEAD: 1e-2, Arm.FULL: 2e-3}
 _BATCH = 4  # texts of each optimiser step
 _CLIP = 0.5  # largest norm of a gradient
-_STEPS = 7  # that an EAGLE-3 head learns from each row
-_EVERY = 4  # later blocks start from every so many rows
+_LOSSES: dict[str, dict[str, Any]] = {
+    "eagle3": LOSSES["eagle3"] | {"every": 1},
+    "specblock": {"blocks": 1, "every": 4},
+    # Of a text's own tokens cross-entropy teaches several times as much as L1.
+    "dspark": LOSSES["dspark"] | {"every": 4, "distance": soft_loss},
+}
 _NOTHING = -1  # stands behind the end of a text; no draft id
 _LONGEST_S = 1.0  # between two rests; what is longer was no computing: the process was stopped
 _OUTPUT = ("lm_head", "markov_head", "rank_head", "confidence_head")  # modules that a head-only update changes
-
-
 SESSIONS = 512  # ended queries whose late samples are still taken
 SAMPLES = 2048  # samples that wait for their query's end
 _LEARNT, _HELD_OUT = 128, 8  # texts of a group, the latest ones
@@ -114,17 +107,13 @@ class Texts(Teacher):
     Rotary attention sees differences of positions alone, so every text starts at 0. Shorter ones end early.
     """
 
-    def __init__(self, samples: Sequence[Sample], draft_number: Tensor, size: int) -> None:
+    def __init__(self, samples: Samples, draft_number: Tensor, size: int) -> None:
         """draft_number: (V + 1,) draft id of each target id, -1 at those that have none. size: D, draft ids."""
-        device, longest = draft_number.device, max(len(sample.tokens) for sample in samples)
-        rows = [sample.feature_rows() for sample in samples]
-        self.draft_number = draft_number
-        ids = torch.full((len(samples), longest), _NOTHING, dtype=torch.int64, device=device)
-        features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
-        for number, sample in enumerate(samples):
-            end = len(sample.tokens)
-            ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
-            features[number, : end - 1] = torch.from_numpy(rows[number])
+        self.draft_number, device = draft_number, draft_number.device
+        tokens = [torch.from_numpy(sample.tokens) for sample in samples]
+        rows = [torch.from_numpy(sample.feature_rows()) for sample in samples]
+        ids = pad_sequence(tokens, batch_first=True, padding_value=_NOTHING).to(device)
+        features = pad_sequence(rows, batch_first=True).to(device)
         numbers = draft_number[ids.roll(-1, dims=1)]
         final = torch.zeros(*numbers.shape, size, device=device)
         final.scatter_(-1, numbers.clamp(min=0)[..., None], 1.0)
@@ -178,16 +167,11 @@ class Learner:
         self._draft_number[draft_ids] = torch.arange(len(draft_ids), device=device)
         self.stopped = threading.Event()  # set by another thread: no more optimiser steps
 
-    def texts(self, samples: Sequence[Sample]) -> Texts:
+    def texts(self, samples: Samples) -> Texts:
         return Texts(samples, self._draft_number, self._draft_count)
 
     def learn(
-        self,
-        arm: Arm,
-        begin: Mapping[str, Tensor],
-        texts: Sequence[Sample],
-        held_out: Sequence[Sample],
-        penalty: float = 0.0,
+        self, arm: Arm, begin: Mapping[str, Tensor], texts: Samples, held_out: Samples, penalty: float = 0.0
     ) -> tuple[Trained, dict[str, Tensor]]:
         """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
 
@@ -213,19 +197,15 @@ class Learner:
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
                 pace.rest()
-        tensors = self._changed()
+        tensors = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in public_weights(self.student.model, self.config).items()
+            if not torch.equal(tensor.view(torch.int32), self.deployed[name].view(torch.int32))  # bit for bit
+        }
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise FloatingPointError(f"an update of {len(texts)} texts is not finite")
         after = self._length(held_out, pace)
         return Trained(len(texts), before, after, pace.seconds), tensors
-
-    def _changed(self) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of all tensors that are not bit for bit the deployed ones."""
-        return {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, tensor in public_weights(self.student.model, self.config).items()
-            if not torch.equal(tensor.view(torch.int32), self.deployed[name].view(torch.int32))
-        }
 
     @torch.no_grad()
     def _begin_with(self, tensors: Mapping[str, Tensor]) -> None:
@@ -239,26 +219,18 @@ class Learner:
 
         Where the output layer is the target's, the norm before it learns in its place, unless there is a Markov table.
         """
-        chosen = []
         borrowed = not self.student.model.own_output and not getattr(self.config, "markov_rank", 0)
         output = (*_OUTPUT, "norm") if borrowed else _OUTPUT
         for name, weight in self._trained:
             weight.requires_grad_(arm is Arm.FULL or name.partition(".")[0] in output)
-            if weight.requires_grad:
-                chosen.append(weight)
-        return chosen
+        return [weight for _, weight in self._trained if weight.requires_grad]
 
     def loss_on(self, texts: Texts, penalty: float = 0.0) -> HeadLoss:
         """Return the loss that training of the head's kind descends, on these texts."""
-        if self.config.slots == 1:
-            loss = HeadLoss(texts, blocks=_STEPS, decay=DECAY)
-        elif self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
-            loss = HeadLoss(texts, **LOSSES[self.kind] | {"every": _EVERY, "distance": soft_loss})
-        else:
-            loss = HeadLoss(texts, blocks=1, every=_EVERY)
-        return replace(loss, anchor=self._frozen, anchor_weight=penalty) if penalty else loss
+        anchor = self._frozen if penalty else None
+        return HeadLoss(texts, anchor=anchor, anchor_weight=penalty, **_LOSSES[self.kind])
 
-    def _length(self, samples: Sequence[Sample], pace: Pace) -> float:
+    def _length(self, samples: Samples, pace: Pace) -> float:
         """Return the mean length of chains that are drafted greedily behind every token of some texts."""
         measured = []
         for sample in samples:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
@@ -43,7 +42,8 @@ POLL_S = 1.0  # time between two looks at the replicas
 
 log = structlog.get_logger()
 
-OnThread = Callable[..., Awaitable[Any]]  # Runs a function on the thread that owns torch
+OnThread = Callable[..., Awaitable[Any]]  # runs a function on the thread that owns torch
+Active = Callable[[], bool]  # whether this adapter has the lease
 Work = Callable[[], Awaitable[object]]
 _LOOKS_A_SAVE = 5
 _CHANGES = 200  # of the weights that are remembered
@@ -64,12 +64,8 @@ class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
 
     async def describe(self) -> HeadDescription:
         """Ask what it serves, the version and hash in use among others. Raises CoppiceError."""
-        try:
-            return drafter.read_head(
-                await self._stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=DESCRIBE_S)
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        answer = await self._call(self._stub.DescribeHead, drafter_pb2.DescribeHeadRequest(), DESCRIBE_S)
+        return drafter.read_head(answer)
 
     async def push(self, header: WeightsHeader, parts: Sequence[WeightsPart]) -> WeightsSynced:
         """Send an update; returns when the next draft reads it.
@@ -78,15 +74,17 @@ class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
         acknowledged then. Raises the CoppiceError it was refused with, InvalidField on an answer about other weights.
         """
         messages: Sequence[WeightsHeader | WeightsPart] = (header, *parts)
-        try:
-            synced = drafter.read_synced(
-                await self._stub.SyncWeights(map(drafter.weights_to_wire, messages), timeout=PUSH_S)
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        answer = await self._call(self._stub.SyncWeights, map(drafter.weights_to_wire, messages), PUSH_S)
+        synced = drafter.read_synced(answer)
         if (synced.version, synced.weights_hash) != (header.version, header.weights_hash):
             raise InvalidField("weights_hash", f"{self.address} answers with version {synced.version} of other weights")
         return synced
+
+    async def _call(self, method: Callable[..., Awaitable[Any]], request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
 
     async def close(self) -> None:
         await self._channel.close()
@@ -99,18 +97,10 @@ class Replicas:
     """Pushes what a replica lacks: the tensors that differ from what it uses, or from the checkpoint."""
 
     def __init__(
-        self,
-        head: str,
-        where: Directory,
-        checkpoint: Weights,
-        dialer: Dialer,
-        metrics: AdapterMetrics,
-        may_push: Callable[[], bool],
+        self, head: str, where: Directory, checkpoint: Weights, dialer: Dialer, metrics: AdapterMetrics, active: Active
     ) -> None:
-        """`checkpoint`: version 0. `may_push` is asked before every push."""
-        self._head, self.where, self._metrics = head, where, metrics
-        self._dialer = dataclasses.replace(dialer, head=head)
-        self._may_push = may_push
+        """`checkpoint`: version 0. Nothing is pushed while not `active`."""
+        self.head, self.where, self.metrics, self.active, self._dialer = head, where, metrics, active, dialer
         self.checkpoint = self._before = self.live = checkpoint
         self._links: dict[str, DrafterLink] = {}
         self._busy = asyncio.Lock()
@@ -123,15 +113,15 @@ class Replicas:
         async with self._busy:
             addresses = self.where.addresses
             for address in self._links.keys() - set(addresses):
-                log.info("a replica is gone", head=self._head, replica=address)
+                log.info("a replica is gone", head=self.head, replica=address)
                 await self._links.pop(address).close()
                 with contextlib.suppress(KeyError):  # it never answered
-                    self._metrics.live.remove(self._head, address)
+                    self.metrics.live.remove(self.head, address)
             for address in addresses:
                 if address not in self._links:
                     self._links[address] = DrafterLink(address, self._dialer)
             await asyncio.gather(*map(self._bring, self._links.values()))
-        self._metrics.stale.labels(self._head).set(sum(not self._is_current(link) for link in self._links.values()))
+        self.metrics.stale.labels(self.head).set(sum(not self._is_current(link) for link in self._links.values()))
 
     def numbers(self) -> set[int]:
         """Return the numbers that the live weights have, here and at replicas."""
@@ -169,12 +159,10 @@ class Replicas:
             link.used = None
             self._note(link, f"uses version {version}, which is not of this adapter's making")
             return
-        self._metrics.live.labels(self._head, link.address).set(version)
+        self.metrics.live.labels(self.head, link.address).set(version)
 
     async def _bring(self, link: DrafterLink) -> None:
-        """Push what this replica lacks beside what it uses now, under a number above its own: it refuses any other.
-        What fails is tried again with the next look.
-        """
+        """Push what this replica lacks, under a number above its own: it refuses others. The next look tries again."""
         await self._describe(link)
         used, live, parent = link.used, self.live, self.checkpoint
         if used is None:
@@ -186,8 +174,8 @@ class Replicas:
         if used.weights_hash == self._before.hash and adds:
             parent = self._before.changed({}, used.weights_version)
         pushed = live.changed({}, max(live.version, used.weights_version + 1))
-        header, parts = await asyncio.to_thread(pack_update, self._head, parent, pushed)
-        if not self._may_push():
+        header, parts = await asyncio.to_thread(pack_update, self.head, parent, pushed)
+        if not self.active():
             return
         try:
             failpoints.hit("adapter.push")
@@ -214,23 +202,15 @@ class HeadLoop:
     """
 
     def __init__(
-        self,
-        name: str,
-        learner: Learner,
-        replicas: Replicas,
-        settings: AdapterSettings,
-        folder: Path,
-        on_thread: OnThread,
-        metrics: AdapterMetrics,
-        active: Callable[[], bool],
+        self, learner: Learner, replicas: Replicas, settings: AdapterSettings, folder: Path, on_thread: OnThread
     ) -> None:
-        """Nothing in `folder` is read before `start`, and nothing begins or is saved while not `active`."""
-        self.name, self.active, self._learner = name, active, learner
+        """Nothing in `folder` is read before `start`; nothing begins or is saved while `replicas.active` is false."""
+        self.name, self.active, self._metrics = replicas.head, replicas.active, replicas.metrics
         self.widths = learner.config.vocab_size, learner.config.feature_width
-        self._replicas, self._settings, self._folder = replicas, settings, folder
-        self._on_thread, self._metrics = on_thread, metrics
+        self._learner, self._replicas, self._settings, self._folder = learner, replicas, settings, folder
+        self._on_thread = on_thread
         self._versions = Versions(folder, replicas.checkpoint)
-        self._groups = Groups(lambda reason: metrics.dropped.labels(name, reason).inc())
+        self._groups = Groups(lambda reason: self._metrics.dropped.labels(self.name, reason).inc())
         self.take_sample = self._groups.take
         self._work: asyncio.Queue[Work] = asyncio.Queue()
         self._doing = STANDING_BY
@@ -397,10 +377,7 @@ class HeadLoop:
             self.state.reverts += 1
         if verdict.what == "revert":
             log.warning("accepted length has fallen", head=self.name, why=verdict.why, good=verdict.version)
-            try:
-                await self._put_back(verdict.version, "revert", verdict.why)
-            except InvalidField:
-                await self._put_back(0, "revert", verdict.why)
+            await self._put_back(verdict.version, "revert", verdict.why)
         else:
             await self._release({}, verdict.what, verdict.why)
             self.state.good = self.state.live
@@ -479,6 +456,14 @@ class HeadLoop:
         """Report what the loop does and knows, with that many of the latest queries."""
         state, rule = self.state, self._rule
         values, updates = rule.state.values, rule.state.updates
+        taus: dict[int, list[float]] = defaultdict(list)
+        for point in state.history:
+            if point["version"] is not None:
+                taus[point["version"]].append(point["tau"])
+        versions = [
+            pb.VersionStatus(version=version, queries=len(its), tau=statistics.fmean(its))
+            for version, its in sorted(taus.items())
+        ]
         return pb.HeadStatus(
             head=self.name,
             policy=self._settings.policy,
@@ -496,18 +481,6 @@ class HeadLoop:
             kinds=rule.kinds(self._groups.counts()) if isinstance(rule, Bandit) else [],
             replicas=self._replicas.status(),
             history=[pb.QueryPoint(**point) for point in state.history[-history:] if history],
-            versions=_versions(state.history),
+            versions=versions,
             changes=[pb.Change(**change) for change in state.changes],
         )
-
-
-def _versions(history: Sequence[dict[str, Any]]) -> list[pb.VersionStatus]:
-    """Return the mean tau of the queries that lived on each version."""
-    taus: dict[int, list[float]] = defaultdict(list)
-    for point in history:
-        if point["version"] is not None:
-            taus[point["version"]].append(point["tau"])
-    return [
-        pb.VersionStatus(version=version, queries=len(taus[version]), tau=statistics.fmean(taus[version]))
-        for version in sorted(taus)
-    ]

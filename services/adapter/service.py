@@ -29,11 +29,10 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import drafter_pools
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
-from coppice.telemetry import serve_metrics
 from coppice.v1 import adapter_pb2 as pb
 
 from .learn import Learner
-from .loop import HeadLoop, OnThread, Replicas
+from .loop import Active, HeadLoop, OnThread, Replicas
 from .state import AdapterMetrics
 
 log = structlog.get_logger()
@@ -46,10 +45,7 @@ class AdapterServicer:
         self._loops = {loop.name: loop for loop in loops}
 
     def _chosen(self, head: str, ready: bool = True) -> list[HeadLoop]:
-        """Return one loop by its name, or all; `ready`: they are to do something.
-
-        Raises InvalidField, NotFound, Unavailable.
-        """
+        """Return the loop of a name, or all; `ready`: none stands by. Raises InvalidField, NotFound, Unavailable."""
         if head:
             limits.check_session("head", head)
         if head and head not in self._loops:
@@ -100,8 +96,6 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] + ARGV[3])
 return 1
 """
 _GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
-
-
 LEASE_KEY = "coppice:adapter"  # the hash with the active adapter's `token`, which expires a month after its lease
 LEASE_S = 10.0  # how long after the active adapter another one takes over
 
@@ -210,30 +204,23 @@ class Inbox:
         ends before its position was made again, or Redis lost entries: it is read anew, and what was read is known by
         its numbers. A key that Redis refuses stops no other. Raises Unavailable.
         """
-        commands: dict[str, tuple[Any, ...]] = {}
-        for reader in self._readers:
-            key, demand = redis_key(reader.name, "demand"), reader.demand
-            commands[key] = ("SET", key, demand, "EX", _DEMAND_TTL_S) if demand else ("DEL", key)
-        for key, (reader, stream) in self._streams.items():
-            commands[key] = ("EVAL", _READ, 1, key, reader.state.positions.get(stream, ""), _BATCH)
+        demands = {redis_key(reader.name, "demand"): reader.demand for reader in self._readers}
         async with self._connection.exchange() as client:
-            pipe = client.pipeline(transaction=False)
-            for command in commands.values():
-                pipe.execute_command(*command)
+            pipe: Any = client.pipeline(transaction=False)
+            for key, demand in demands.items():
+                pipe.set(key, demand, ex=_DEMAND_TTL_S) if demand else pipe.delete(key)
+            for key, (reader, stream) in self._streams.items():
+                pipe.eval(_READ, 1, key, reader.state.positions.get(stream, ""), _BATCH)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
-        entries = 0
-        for key, answer in zip(commands, answers, strict=True):
-            if isinstance(answer, RedisError):
-                if key not in self._refused:
-                    log.warning("redis refuses a key", key=key, why=str(answer))
-                self._refused.add(key)
-                continue
-            self._refused.discard(key)
-            if key in self._streams:
-                end, batch = answer
-                self._take(key, end.decode(), batch)
-                entries += len(batch)
-        return entries > 0
+        answered = dict(zip((*demands, *self._streams), answers, strict=True))
+        refused = {key: answer for key, answer in answered.items() if isinstance(answer, RedisError)}
+        for key in refused.keys() - self._refused:
+            log.warning("redis refuses a key", key=key, why=str(refused[key]))
+        self._refused = set(refused)
+        read = [(key, *answered[key]) for key in self._streams if key not in refused]
+        for key, end, batch in read:
+            self._take(key, end.decode(), batch)
+        return any(batch for *_, batch in read)
 
     def _take(self, key: str, end: str, batch: Sequence[Any]) -> None:
         """Hand on a stream's entries, (id, [name, value, name, ...]) each; `end`: the id of its last one."""
@@ -260,10 +247,7 @@ class Inbox:
             positions[stream] = _BEGINNING
 
     def _is_new(self, numbers: dict[str, int], stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
-        """Tell whether a record was not read before, and count those missing before it.
-
-        Senders number what they send: a gap was trimmed before anybody read it, or lost with Redis.
-        """
+        """Tell whether a record is new, and count those before it, by its sender's numbers, that were never read."""
         sender, digits = fields.get(SENDER, b"")[:64].decode("latin-1"), fields.get(NUMBER, b"")
         if not sender or not digits.isdigit() or len(digits) > 18:
             return True
@@ -282,7 +266,7 @@ def _order(entry: str) -> tuple[int, ...]:
 
 
 async def _loops(
-    settings: Settings, on_thread: OnThread, home: Path, metrics: AdapterMetrics, active: Callable[[], bool]
+    settings: Settings, on_thread: OnThread, home: Path, metrics: AdapterMetrics, active: Active
 ) -> list[HeadLoop]:
     """Load the heads; nothing is read from `home`, or written there. Raises InvalidField."""
     adapter = settings.adapter
@@ -295,9 +279,9 @@ async def _loops(
         if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
         learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
-        dialer = Dialer(settings.tls)
-        replicas = Replicas(name, drafters[name], Weights.of(learner.deployed), dialer, metrics, active)
-        loops.append(HeadLoop(name, learner, replicas, adapter, home / name, on_thread, metrics, active))
+        dialer, deployed = Dialer(settings.tls, head=name), Weights.of(learner.deployed)
+        replicas = Replicas(name, drafters[name], deployed, dialer, metrics, active)
+        loops.append(HeadLoop(learner, replicas, adapter, home / name, on_thread))
     return loops
 
 
@@ -354,10 +338,9 @@ async def serve(settings: Settings) -> int:
         adapting = asyncio.create_task(_adapt(settings, lease, loops, metrics, decided))
         adapting.add_done_callback(lambda done: None if done.cancelled() else failed.set())
         await decided.wait()
-        serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
-        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
+        serving = Serving(settings, "adapter")
         service = pb.DESCRIPTOR.services_by_name["AdapterService"]
-        await serving.start(service, AdapterServicer(loops), port)
+        await serving.start({service: AdapterServicer(loops)}, metrics.registry)
         code = await serving.until_stopped(failed)
         adapting.cancel()
         for outcome in await asyncio.gather(adapting, return_exceptions=True):

@@ -1,11 +1,7 @@
-"""What one head's adapter remembers, one JSON file and the latest versions of the weights, and what all of them count.
-
-Every file is complete or the one before: written beside its place, flushed, renamed into it.
-"""
+"""What one head's adapter remembers, in files that are complete or the ones before, and what all of them count."""
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -20,6 +16,7 @@ from safetensors.torch import save
 from coppice.adaptation.signals import Stream
 from coppice.adaptation.weights import Weights
 from coppice.errors import InvalidField
+from coppice.training.answers import write_whole
 
 from .decide import BanditState, PaperState
 
@@ -28,15 +25,6 @@ log = structlog.get_logger()
 FILE = "state.json"
 VERSIONS = 8  # on disk at most
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
-
-
-def _replace(file: Path, data: bytes) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)
 
 
 class Versions:
@@ -54,7 +42,7 @@ class Versions:
     def save(self, weights: Weights, good: int) -> None:
         """Write a version, complete or not at all. The oldest ones make room, but not the good one."""
         changed = {name: weights.tensors[name].contiguous() for name in weights.differing(self.deployed)}
-        _replace(self._file(weights.version), save(changed, {"weights_hash": weights.hash.hex()}))
+        write_whole(self._file(weights.version), save(changed, {"weights_hash": weights.hash.hex()}))
         numbers = self.numbers()
         old = [number for number in numbers[:-1] if number != good]
         for number in old[: max(0, len(numbers) - VERSIONS)]:
@@ -112,7 +100,7 @@ class State(BaseModel):
         return state
 
     def save(self) -> None:
-        _replace(self._file, self.model_dump_json().encode())
+        write_whole(self._file, self.model_dump_json().encode())
 
     def next_number(self) -> int:
         """Return a number that no version had."""

@@ -10,7 +10,7 @@ from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import own_registries
 from coppice.rpc.server import Serving, run_service
-from coppice.telemetry import SessionMetrics, serve_metrics
+from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 
 from .service import drafting
@@ -23,12 +23,11 @@ async def serve(settings: Settings) -> int:
     name = settings.drafter.name or settings.drafter.kind
     tracing.start(settings.telemetry, f"drafter-{name}")
     registries = own_registries(settings, "drafter", name)
-    serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registries=registries)
+    serving = Serving(settings, "drafter", registries=registries)
     metrics = SessionMetrics("drafter")
     serving.links = metrics.links.track_inprogress
     async with drafting({name: settings}, serving, metrics) as servicer:
-        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-        await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)
+        await serving.start({drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: servicer}, metrics.registry)
         return await serving.until_stopped(servicer.workers[name].failed)
 
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 import grpc
@@ -67,8 +68,8 @@ class Verifiers:
 
     def __init__(self, dialer: Dialer, allowed: Directory | None = None, local: LocalVerifier | None = None) -> None:
         """`allowed` names the addresses that may be dialed; None: all may be."""
-        self._dialer, self._directory, self._local = dialer, allowed, local
-        self._stubs: dict[str, Stub] = {}
+        self._directory, self._local = allowed, local
+        self._stub = lru_cache(_MOST_CHANNELS)(lambda address: Stub(dialer.open(address), verifier_pb2))
 
     async def run(self) -> None:
         """Keep the directory up to date, until cancelled."""
@@ -86,11 +87,7 @@ class Verifiers:
                 if clock() >= latest:
                     raise InvalidField("open.features.ref.verifier", "is not one of drafter.verifiers")
                 await asyncio.sleep(_LOOK_S)
-        if ref.verifier not in self._stubs:
-            if len(self._stubs) == _MOST_CHANNELS:
-                del self._stubs[next(iter(self._stubs))]
-            self._stubs[ref.verifier] = Stub(self._dialer.open(ref.verifier), verifier_pb2)
-        return _Call(self._stubs[ref.verifier].FetchFeatures(fetch_to_wire(ref)), vocab_size)
+        return _Call(self._stub(ref.verifier).FetchFeatures(fetch_to_wire(ref)), vocab_size)
 
 
 @dataclass(slots=True)
@@ -133,10 +130,7 @@ class Following:
         self._closed = False
 
     async def open(self, opening: OpenDraft, leads: bool) -> OpenDraft:
-        """The opening with rows of features, if the head reads any. leads: whether drafts may be begun unasked.
-
-        Raises InvalidField, Unavailable.
-        """
+        """The opening with the features that the head reads; `leads`: drafts may begin unasked. Raises CoppiceError."""
         self._may_lead, self._given, end = leads, len(opening.ids), len(opening.ids)
         ref = opening.features.ref if opening.features else None
         reads = bool(self._head.feature_layers)
@@ -156,7 +150,7 @@ class Following:
     def ask(self, step: DraftStep, arrived: int) -> None:
         """Take the client's step, which came at `arrived` of `perf_counter_ns`. Raises InvalidField.
 
-        One that has to wait for features goes on when they are here, and so do the steps behind it.
+        It and the steps behind it may have to wait for features.
         """
         self._asked.append((step, arrived))
         if (self._asking is None or self._asking.done()) and (end := self._take_asked()):

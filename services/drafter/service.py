@@ -113,8 +113,9 @@ class DrafterServicer:
     async def SyncWeights(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> drafter_pb2.SyncWeightsResponse:
-        """One push of weights; drafting goes on beside it. A push of what is in use is acknowledged unchecked, as its
-        answer may have been lost. Raises Overloaded beside another push, and what Staging raises.
+        """One push of weights, beside the drafts; what is in use is acknowledged: its answer may have been lost.
+
+        Raises Overloaded beside another push, and what Staging raises.
         """
         worker = self.workers[self._named(context)]
         try:
@@ -168,9 +169,7 @@ class DrafterServicer:
 
 
 def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int, woken: int, encoded: int) -> None:
-    """Add the draft that a delta ends: in the queue until the thread `began`, in the head's forwards, in the tree that
-    is made of them; then the event loop was woken, at `woken`, to encode it.
-    """
+    """Add the draft that a delta ends; the thread `began` on it, the event loop was woken at `woken` to encode it."""
     if not trace.samples(delta.fence.step):
         return
     ended = arrived + delta.total_ns

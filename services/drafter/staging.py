@@ -28,11 +28,8 @@ class Staging:
     """One push to a head: its header is checked at once, the tensors and the hash of all when its parts have come."""
 
     def __init__(self, header: WeightsHeader, head: Head) -> None:
-        """The parent is what the head uses, or version 0, its checkpoint.
-
-        Raises StaleFence when the push is for another head, not above the version in use or for another parent, and
-        InvalidField when the head's weights cannot be replaced, and when the push announces what is in use already, a
-        version far above it. The one in use once more is no error: see `in_use`.
+        """Raises StaleFence when the push is for another head, no newer than what is in use, or of another parent than
+        that or version 0, the checkpoint; InvalidField when weights cannot be replaced, are the same, or are far newer.
         """
         name, live, first = head.description.name, head.weights, head.checkpoint
         if live is None or first is None:
@@ -65,8 +62,7 @@ class Staging:
         numbers = (1 + MAX_VARIANTS) * sum(tensor.numel() for tensor in first.tensors.values()) + MAX_KINDS * 2 * SKETCH
         self._most = 8 + MAX_FILE_HEADER + 4 * numbers
         self._file = NamedTemporaryFile()  # noqa: SIM115  (it goes when the push is read, or dropped)
-        self.size = 0
-        """bytes that have come"""
+        self.size = 0  # bytes that have come
 
     def add(self, part: WeightsPart) -> None:
         """Take the next part. Raises InvalidField for more bytes than a file of all of the head's tensors has."""
@@ -76,10 +72,9 @@ class Staging:
         self._file.write(part.data)
 
     def finish(self) -> Weights:
-        """Return the weights that the push makes, when all parts are there. Raises InvalidField naming the first error.
+        """Return the weights that the push makes, when all parts are there.
 
-        Where a part is missing, comes twice or is another push's, or a tensor was changed but not sent, that is no
-        safetensors file, or the weights have another hash than `header.weights_hash`.
+        Raises InvalidField where they are no safetensors file of this head's, or have another hash than announced.
         """
         header = self.header
         with self._file:
@@ -94,17 +89,13 @@ class Staging:
         return weights
 
     def prepare(self) -> tuple[Weights, dict[int, Any], Routes]:
-        """What the head is to exchange; any thread may make it while others draft.
-
-        Raises what `finish` and `Routes.of` raise.
-        """
+        """What the head is to exchange, made while others draft. Raises what `finish` and `Routes.of` raise."""
         weights, head = self.finish(), cast(Any, self._head)
         routes = Routes.of(weights.tensors)
         return weights, head.models_of(weights), routes
 
     def swap(self, weights: Weights, models: dict[int, Any], routes: Routes) -> tuple[int, dict[int, Any]]:
-        """Put what `prepare` made to use; how long that took, nanoseconds, and the old models. Call it on the head's
-        thread between drafts.
+        """Put what `prepare` made to use, on the head's thread between drafts; its nanoseconds, and the old models.
 
         Raises StaleFence when the head's weights are no longer those that the push was checked against.
         """

@@ -19,7 +19,7 @@ from coppice.engine.batching import BatchingThread
 from coppice.errors import Overloaded, StaleFence, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import MAX_CONTEXT
-from coppice.speculation.tree import DraftTree
+from coppice.speculation.tree import DraftTree, extend
 from coppice.telemetry import SessionMetrics
 from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
@@ -83,15 +83,10 @@ class Waiting:
     is_sent: bool = False  # in part
     is_done: bool = False
 
-    @property
-    def is_early(self) -> bool:
-        """Whether under a quarter of the deadline has passed, so that the rest of the tree will be in time too."""
-        return time.perf_counter_ns() - self.arrived_ns < self.fence.deadline_ns / 4
-
     def delta(self, weights_version: int, forward_ns: int) -> TreeDelta:
         """The parts as one message; they are kept no longer."""
         parts, fence = self.parts, self.fence
-        nodes, last = _joined([part.nodes for part in parts]), parts[-1].last
+        nodes, last = extend(*[part.nodes for part in parts]), parts[-1].last
         step = fence.step - failpoints.hit("drafter.stale")
         if failpoints.hit("drafter.garbage"):
             nodes = replace(nodes, parents=nodes.parents + len(nodes))  # behind their children
@@ -110,14 +105,6 @@ class Waiting:
         parts.clear()
         self.is_sent, self.is_done = True, last
         return delta
-
-
-def _joined(trees: list[DraftTree]) -> DraftTree:
-    """Parts of one tree, in order, as one."""
-    if len(trees) == 1:
-        return trees[0]
-    names = ("tokens", "parents", "log_probs")
-    return DraftTree(*(np.concatenate([getattr(tree, name) for tree in trees]) for name in names))
 
 
 class _Window:
@@ -144,13 +131,9 @@ class Samples:
         self._producer, self.head = producer, head
         self._windows: dict[int, _Window] = {}
 
-    @property
-    def _wanted(self) -> bool:
-        return bool(self._producer.demand_for(self.head))
-
     def open(self, key: int, opening: OpenDraft) -> None:
         """Take a session's prompt, if samples are wanted now and it comes with features."""
-        if opening.features is not None and self._wanted:
+        if opening.features is not None and self._producer.demand_for(self.head):
             self._windows[key] = _Window(opening, opening.features)
 
     def advance(self, key: int, advance: Advance) -> None:
@@ -166,14 +149,14 @@ class Samples:
             self._offer(window, _LEAST_TEXT)
 
     def _offer(self, window: _Window, least: int) -> None:
-        if self._wanted and window.end - window.sampled >= least:
+        if window.end - window.sampled >= least and self._producer.demand_for(self.head):
             window.sampled = window.end
             sample = Sample(window.session, np.array(window.ids, np.int64), window.rows[: -window.width], window.dtype)
             self._producer.sample(self.head, sample)
 
 
 class Worker(BatchingThread):
-    """One head on one thread. `start` and the verbs below it are for the event loop; the rest is the thread's."""
+    """One head on one thread. What is public before `load` is for the event loop; the rest is the thread's."""
 
     def __init__(
         self,
@@ -222,8 +205,6 @@ class Worker(BatchingThread):
         """Free a session, whether it was opened or not."""
         self.post(partial(self._take_close, session))
 
-    # --- the thread ---
-
     def load(self) -> None:
         self.head = self._build()
         self._max_context = self.head.max_context or MAX_CONTEXT
@@ -237,12 +218,22 @@ class Worker(BatchingThread):
         return () if self._openings else self._waiting
 
     def serve(self) -> None:
-        """Draft for all sessions that wait, then go on with one opening."""
+        """Draft for all sessions that wait, then take one chunk of one opening, the openings in turn."""
         if self._waiting:
             waiting, self._waiting = list(self._waiting.values()), {}
             self._draft(waiting)
-        if self._openings:
-            self._open_some()
+        if not self._openings:
+            return
+        session, opening = self._openings.popleft()
+        try:
+            next(opening)
+        except StopIteration:
+            opened = DraftOpened(self._version) if session.too_long else self.head.opened(session.key)
+            self._post([(session, opened)])
+        except Exception as error:
+            self._fail(session, error)
+        else:
+            self._openings.append((session, opening))
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
         session.opening = replace(opening, ids=[], features=None)
@@ -259,26 +250,16 @@ class Worker(BatchingThread):
         if self._samples:
             self._samples.open(session.key, opening)
 
-    def _open_some(self) -> None:
-        """One chunk of one opening, the openings in turn."""
-        session, opening = self._openings.popleft()
-        try:
-            next(opening)
-        except StopIteration:
-            opened = DraftOpened(self._version) if session.too_long else self.head.opened(session.key)
-            self._post([(session, opened)])
-        except Exception as error:
-            self._fail(session, error)
-        else:
-            self._openings.append((session, opening))
-
     def _take_step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
         """Apply the step's advance; the step then waits, in place of an older one of its session."""
         session.taken += 1
         if session not in self._sessions or session.opening is None:  # the session failed meanwhile
             return
         try:
-            miss = self._advance(session, step)
+            session.advance(step)
+            miss = None if self._is_too_long(session) else self.head.advance(session.key, step.advance)
+            if self._samples:
+                self._samples.advance(session.key, step.advance)
         except Exception as error:
             self._fail(session, error)
             return
@@ -289,15 +270,6 @@ class Worker(BatchingThread):
         of = session.opening
         job = DraftJob(session.key, step.root, session.length, step.budget, of.sampling, of.coupled, of.want_q_rows)
         self._waiting[session] = Waiting(session, step.fence, arrived_ns, job, miss)
-
-    def _advance(self, session: Session, step: DraftStep) -> float | None:
-        """Commit what the step says was committed; returns what the session's last draft missed by."""
-        advance = step.advance
-        session.advance(step)
-        miss = None if self._is_too_long(session) else self.head.advance(session.key, advance)
-        if self._samples:
-            self._samples.advance(session.key, advance)
-        return miss
 
     def _is_too_long(self, session: Session) -> bool:
         """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
@@ -361,10 +333,7 @@ class Worker(BatchingThread):
         self._metrics.forward_seconds.observe(took)
 
     def _send_as_it_grows(self, waiting: list[Waiting]) -> None:
-        """Draft, and post the parts of the trees; while there is time, a part goes out with the next one.
-
-        Each wakes this process's event loop, which takes the interpreter from the thread, and the orchestrator.
-        """
+        """Draft, and post the trees' parts. Each wakes two processes: while there is time it waits for the next one."""
         forward_before = self.head.forward_ns
         for parts in self.head.draft([step.job for step in waiting]):
             forward_ns = self.head.forward_ns - forward_before
@@ -372,7 +341,8 @@ class Worker(BatchingThread):
             for part in parts:
                 step = waiting[part.job]
                 step.parts.append(part)
-                if part.last or not step.is_early:
+                waited_ns = time.perf_counter_ns() - step.arrived_ns
+                if part.last or waited_ns >= step.fence.deadline_ns / 4:  # else the rest will be in time, too
                     answers.append((step.session, step.delta(self._version, forward_ns)))
             if answers:
                 self._post(answers)

@@ -14,7 +14,7 @@ from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import own_registries
 from coppice.rpc.server import Serving, run_service
-from coppice.telemetry import SessionMetrics, serve_metrics
+from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
 
 
@@ -50,7 +50,7 @@ async def serve(settings: Settings) -> int:
     metrics = SessionMetrics("verifier")
     heads = heads_beside(settings)
     registries = own_registries(settings, "verifier") + (own_registries(settings, "drafter", *heads) if heads else [])
-    serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registries=registries)
+    serving = Serving(settings, "verifier", registries=registries)
     worker = Worker(settings.verifier, metrics)
     serving.links = metrics.links.track_inprogress
     await worker.start()
@@ -58,17 +58,16 @@ async def serve(settings: Settings) -> int:
     serving.others["memory"] = worker.engine.memory
     async with AsyncExitStack() as stack:
         stack.push_async_callback(worker.stop)
-        beside: dict[ServiceDescriptor, object] = {}
+        servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
+        servicers: dict[ServiceDescriptor, object]
+        servicers = {verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]: servicer}
         if heads:
             from ..drafter.service import drafting
 
             drafters = drafting(heads, serving, SessionMetrics("drafter", metrics.registry), worker, worker)
-            beside[drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]] = await stack.enter_async_context(
-                drafters
-            )
-        servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
-        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-        await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port, beside=beside)
+            service = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
+            servicers[service] = await stack.enter_async_context(drafters)
+        await serving.start(servicers, metrics.registry)
         worker.address = serving.address
         return await serving.until_stopped(worker.failed)
 

@@ -1,7 +1,6 @@
 """Which nodes of all packed trees are worth their rows: what a forward costs, what a node promises, the best cut.
 
-A node promises its calibrated path probability. Forwards have a price by rows that depends on model, machine and load,
-so it is measured.
+A node promises its calibrated path probability. What forwards cost by their rows is measured.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ import math
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import truediv
+
+import numpy as np
 
 from coppice.engine.engine import Engine
 from coppice.limits import MAX_HEAD_NODES
@@ -20,6 +21,7 @@ from coppice.speculation.tree import path_scores
 from .session import Job
 
 Seconds = Callable[[Sequence[int]], list[float]]  # wall time of a packed step, by the rows of its forward
+_FAR = 1 << 20  # rows behind the last point of a curve, which goes on there as before it
 
 
 class CostCurve:
@@ -40,11 +42,7 @@ class CostCurve:
 
     def __call__(self, rows: Sequence[int]) -> list[float]:
         """Seconds at each number of rows; straight lines between the points and beyond the last one."""
-        starts, points, slopes, least = self._rows, self._points, self._slopes, self._points[0]
-        seconds = []
-        for count in rows:
-            at = bisect(starts, count, 1) - 1
-            seconds.append(max(least, points[at] + slopes[at] * (count - starts[at])))
+        seconds: list[float] = np.interp(rows, self._ends, self._points).tolist()
         return seconds
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -60,10 +58,9 @@ class CostCurve:
         self._draw()
 
     def _draw(self) -> None:
-        self._points = list(accumulate(map(math.exp, self._log), max))
-        ends = list(zip(self._rows, self._points, strict=True))
-        slopes = [(high - low) / (end - start) for (start, low), (end, high) in pairwise(ends)]
-        self._slopes = slopes + (slopes[-1:] or [0.0])  # beyond the last point as before it
+        rows, points = self._rows, list(accumulate(map(math.exp, self._log), max))
+        slope = (points[-1] - points[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
+        self._ends, self._points = [*rows, rows[-1] + _FAR], [*points, points[-1] + slope * _FAR]
 
 
 def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
@@ -76,9 +73,8 @@ def share(scores: Sequence[Iterable[float]], rows: int, gain: float, seconds: Se
     """How many nodes of each packed tree to verify, its likeliest ones, for the most expected tokens a second.
 
     scores: per tree (n,) log-probabilities of its nodes, none above its parent's (`tree.path_scores`), so that the
-    likeliest nodes of a tree hold their ancestors. rows and gain: of the forward, and the tokens expected of it,
-    without any of these nodes. Every set of n nodes costs the same and the n likeliest promise most, so trying each n
-    finds the best set there is; of equals the smallest.
+    likeliest nodes hold their ancestors. rows and gain: of the forward, and the tokens expected of it, without any of
+    these nodes. As n nodes cost the same whichever they are, trying each n finds the best set; of equals the smallest.
     """
     ranked = sorted([(-score, tree) for tree, of_tree in enumerate(scores) for score in of_tree])
     promised = list(accumulate([math.exp(-less) for less, _ in ranked], initial=gain))
@@ -98,10 +94,10 @@ class Profile:
         self._last_hint: int | None = None
 
     def observe(self, scores: Iterable[float]) -> None:
-        """Take in the (n,) log-probabilities of a tree's nodes; more than a head may draft are not looked at.
+        """Take in the (n,) log-probabilities of a tree's nodes, of no more than a head may draft.
 
-        A tree that is as large as the hint would have gone on, with nodes up to as likely as its last one: trees that
-        were worse made the hint small, and none that is cut short could make it larger again.
+        A tree as large as the hint would have gone on, with nodes up to as likely as its last one: worse trees made the
+        hint small, and none that is cut short could make it larger again.
         """
         chances = sorted(map(math.exp, scores), reverse=True)[:MAX_HEAD_NODES]
         means, size = self._means, len(chances)
@@ -111,10 +107,9 @@ class Profile:
         self._means = moved + chances[len(means) :] + means[len(chances) :]
 
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
-        """How many nodes each of `sessions` should draft if all drafted alike; `rows` are those of no tree.
+        """How many nodes each of `sessions` should draft for the mean tree; `rows` are those of no tree.
 
-        What pays for the mean tree, as drafting costs too; 0 when not one node pays, and None when all of the largest
-        tree would, or nothing is known.
+        0 when not one node pays; None when all of the largest tree would, or nothing is known.
         """
         promised = list(accumulate(accumulate(self._means, min), initial=1.0))
         best = _best(promised, seconds(range(rows, rows + sessions * len(promised), sessions)))
@@ -131,10 +126,7 @@ _MOST_BESIDE = 4.0  # times a step so far: longer is a stall
 
 
 def measure(engine: Engine, kv_tokens: int) -> CostCurve:
-    """Time forwards of several numbers of rows, for about half a second, at least three of them.
-
-    `kv_tokens`: the size of the pool. Runs where the engine runs, while it serves nobody.
-    """
+    """Time forwards of several numbers of rows, at least three, for half a second. `kv_tokens`: the pool's size."""
     most = min(kv_tokens, engine.info.context.tokens) - _CONTEXT
     seconds: dict[int, float] = {}
     began = time.perf_counter()
@@ -174,10 +166,10 @@ class Pruner:
         return self._profile.hint(sessions, self._rows, self._seconds)
 
     def ran(self, rows: int, began: float, ended: float, *, decoded: bool, awaited: bool) -> float:
-        """Learn from a forward; returns what share of it there would have been without a draft node.
+        """Learn from a forward on one clock, in seconds; returns its share without a draft node.
 
-        began, ended: seconds on one clock. decoded: it held no prompt, whose rows are cheaper. awaited: some session of
-        the forward before was in it, so that the time between was a step's and not a rest.
+        decoded: it held no prompt, whose rows are cheaper. awaited: some session of the forward before was in it, so
+        that the time between was a step's and not a rest.
         """
         if decoded:
             self.curve.observe(rows, ended - began)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.rows import Ints
 from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_keys
 
 from .session import Job
@@ -24,13 +24,9 @@ ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
 COLUMNS = KEY, TEMPERATURE, LEAST  # what the kernel reads of a table
 _ROWS_AT_ONCE = 64  # that are sorted: their probabilities are float64 and as wide as the vocabulary
 
-Ints = NDArray[np.int64]
-
 
 class Draws(NamedTuple):
-    """Which rows of a forward are sampled, and how each of these S rows is: those that top-p cuts come first, then
-    those that top-k alone cuts.
-    """
+    """How S sampled rows of a forward are drawn, those that top-p cuts first, then those that top-k alone cuts."""
 
     table: Tensor
     """(6, S) int64 where the logits are: the row's number, the bits of its position's key and top_k, 0 for all; then
@@ -41,10 +37,7 @@ class Draws(NamedTuple):
 
 
 def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
-    """The id behind each of the (R, V) rows of logits of a forward; those that the host draws are left greedy.
-
-    Of a prompt only its last row is drawn from.
-    """
+    """The id behind each of the (R, V) rows of logits, of a prompt the last; greedy where the host draws."""
     sampled: list[tuple[Ints, Ints, SamplingParams]] = []
     first = 0
     for job in jobs:
@@ -84,8 +77,8 @@ def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
 
     What `sampling.draw` takes from the row that `sampling.decode_row` makes, -1 where that refuses it. Nothing is
     copied to the host or waited for. A draw depends on its own row alone: without top_p no number is a sum over the
-    row, whose rounding would depend on how many rows a device adds up at once. Between devices logarithms may differ in
-    their last bit, so that another token is drawn where two sums are within 1e-14 of each other, as often as that.
+    row, which is rounded by how many rows are added up at once. Between devices logarithms may differ in their last
+    bit: another token is drawn where two sums are within 1e-14 of each other, as often as that.
     """
     best = logits.argmax(-1)
     highest = logits.gather(1, best[:, None])[:, 0]
@@ -124,10 +117,10 @@ def _edges(logits: Tensor, highest: Tensor, draws: Draws) -> tuple[Tensor, Tenso
 
 
 def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor) -> Tensor:
-    """(S,) int64: the token of each sampled row whose score and noise add up to the most, of several the lowest; -1 for
-    rows without a finite highest logit.
+    """(S,) int64: the token of each sampled row whose score and noise add up to the most, of several the lowest.
 
-    logits (R, V), highest (R,), table (6, S) as Draws has it; edges (C,) and lasts (C,): what is kept of the first C.
+    It is -1 without a finite highest logit. logits (R, V), highest (R,), table (6, S) as Draws has it; edges (C,) and
+    lasts (C,): what is kept of the first C.
     """
     from .draws_triton import draw  # Triton comes with torch for CUDA only
 

@@ -40,8 +40,7 @@ class FeatureWindow:
         return end - count, count
 
     def since(self, start: int, end: int) -> tuple[int, list[Numbers]]:
-        """Rows from `start` on, or from the first position that is still here, at most FEATURE_WINDOW: the position of
-        the first row, and the rows chunk by chunk.
+        """The first position from `start` on that is here, and rows from there, at most FEATURE_WINDOW, chunk by chunk.
 
         Raises InvalidField when none of the positions before `end` is here.
         """
@@ -65,8 +64,7 @@ Window = tuple[int, list[Numbers], tuple[int, ...]]
 class Feed:
     """What one follower of a session is sent: feature rows, unless the reference counts none, then each step's commit.
 
-    An async iterator on the event loop, of which a link takes the two halves apart; `put` takes what the torch thread
-    hands over.
+    It is iterated on the event loop; `put` takes what the torch thread hands over.
     """
 
     def __init__(
@@ -114,8 +112,8 @@ class Feed:
 def packed(
     chunks: list[Numbers], layers: tuple[int, ...], picked: tuple[int, ...], most_bytes: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of consecutive rows, in parts of at most `most_bytes`, or of one row; each is made when its turn
-    comes. chunks: (n, F) each, with the columns of `layers`.
+    """Number and bytes of rows, the `picked` columns of (n, F) chunks with those of `layers`, in parts of at most
+    `most_bytes`, or of one row; each is made when its turn comes.
     """
     if not chunks:
         return

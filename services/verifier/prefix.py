@@ -19,13 +19,8 @@ from .features import Numbers
 _LATER = 2.0**-20  # of a use, for each block that lies further behind in the text: it is evicted earlier
 
 
-def root_digest(salt: str) -> bytes:
-    """What the first block's ids are hashed with."""
-    return sha256(salt.encode()).digest()
-
-
-def block_digest(before: bytes, ids: Sequence[int]) -> bytes:
-    """The hash of a block, given that of the one before it."""
+def digest_of(before: bytes, ids: Sequence[int] = ()) -> bytes:
+    """The hash of a block, given that of the one before it; of no ids, given a salt: what the first block is behind."""
     return sha256(before + np.array(ids, "<u4").tobytes()).digest()
 
 
@@ -46,7 +41,7 @@ class Prefix:
         self.table, self.blocks = table, list(cached)
         self.reused_tokens = len(cached) * table.block_size
         self._layers = layers
-        self._salted, self._digest = bool(salt), cached[-1].digest if cached else root_digest(salt)
+        self._salted, self._digest = bool(salt), cached[-1].digest if cached else digest_of(salt.encode())
         self.ids: list[int] = []  # that were appended and are in no full block yet
         self._rows: list[Numbers] = []
 
@@ -61,7 +56,7 @@ class Prefix:
     def cut(self) -> int:
         """Turn the first of `ids` into a full block, and return its number."""
         size = self.table.block_size
-        self._digest = block_digest(self._digest, self.ids[:size])
+        self._digest = digest_of(self._digest, self.ids[:size])
         features = None
         if self._rows:
             rows = np.concatenate(self._rows) if len(self._rows) > 1 else self._rows[0]
@@ -119,9 +114,9 @@ class PrefixCache:
     def _find(self, request: OpenSession) -> list[tuple[int, CachedBlock]]:
         """The kept blocks that a session's ids begin with. The last id is in none of them: its logits are wanted."""
         cached: list[tuple[int, CachedBlock]] = []
-        digest, size = root_digest(request.salt), self._pool.block_size
+        digest, size = digest_of(request.salt.encode()), self._pool.block_size
         for start in range(0, len(request.ids) - size, size):
-            digest = block_digest(digest, request.ids[start : start + size])
+            digest = digest_of(digest, request.ids[start : start + size])
             entry = self._held.get(digest)
             if entry is None or not set(request.feature_layers) <= set(entry[1].layers):
                 break

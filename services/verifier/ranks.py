@@ -32,7 +32,6 @@ from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField
 from coppice.rpc.server import run_service
 from coppice.stack.process import REFUSED, as_flags, await_end, environment, spawn
-from coppice.stack.spec import checkout
 
 log = structlog.get_logger()
 
@@ -41,8 +40,7 @@ SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invaria
 _PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
 _STOP_S, _LAST_WORDS_S = 5.0, 3.0
 
-Forward = tuple[PackedBatch, list[NDArray[np.int64]]]
-"""a forward, and the slots (2, n) that the pool moved before it, in their order"""
+Forward = tuple[PackedBatch, list[NDArray[np.int64]]]  # and the slots (2, n) that the pool moved before it
 
 
 def share(forward: Forward | None = None) -> Forward:
@@ -63,7 +61,7 @@ class Ranks:
         port = listener.getsockname()[1]
         flags = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
         module = f"{__package__}.ranks"
-        variables = environment(checkout()) | {"MASTER_PORT": str(port)}
+        variables = environment() | {"MASTER_PORT": str(port)}
         self._processes = [
             spawn(module, flags, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
         ]
@@ -144,9 +142,7 @@ def follow(engine: Engine) -> None:
 
 
 def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings:
-    """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
-    target's ranks need, and this rank's has the memory.
-    """
+    """The settings with the KV tokens that there is room for. Raises InvalidField without the devices or the memory."""
     wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
     size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
     size.check_ranks(ranks)

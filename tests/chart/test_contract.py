@@ -15,11 +15,10 @@ import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from coppice.adaptation.signals import Producer
-from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS
+from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HEAD_KINDS, SERVICES
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES
-from coppice.stack.process import SERVICES
 from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import SessionMetrics
 from orchestrator.metrics import OrchestratorMetrics

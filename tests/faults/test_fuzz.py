@@ -21,11 +21,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coppice.adaptation.weights import Weights
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
+from coppice.config.sections import SERVICES
 from coppice.heads.checkpoints import load_head, public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.process import SERVICES, Ready
+from coppice.stack.process import Ready
 from coppice.stack.spec import HeadSpec
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire.verifier import verify_request_to_wire

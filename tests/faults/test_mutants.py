@@ -157,7 +157,7 @@ class Rig:
         with pytest.MonkeyPatch.context() as patch:
             if name in BREAKS:
                 BREAKS[name](patch)
-            said = await ask(self.address, self.asked, WAYS[name], NEW)
+            said = await asyncio.to_thread(ask, self.address, self.asked, WAYS[name], NEW)
         line = compare(name, self.expected, said)
         assert "UNAVAILABLE" not in line["difference"], f"nobody answered, which finds nothing: {line['difference']}"
         return (line["compared"], line["difference"]) if line["difference"] else (0, "")
@@ -247,7 +247,7 @@ def rigged(folder: Path) -> Iterator[Rig]:
         opened = pipeline(target, {"self": target, "other": other})
         rig = Rig(runner, *runner.run(opened.__aenter__()), folder, questions(prompts, PROMPTS, 1))
         try:
-            said = runner.run(ask(rig.address, rig.asked, WAYS["plain"], NEW))
+            said = runner.run(asyncio.to_thread(ask, rig.address, rig.asked, WAYS["plain"], NEW))
             reference = Reference(target, "float32", threads=1)
             pairs = zip(rig.asked, said, strict=True)
             kept = [(one, own) for one, ids in pairs if (own := drawn_by(reference, one, ids)) is not None]

@@ -26,7 +26,7 @@ from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.losses import Targets
 from lab.cli import app as bench
-from lab.paper.training import LOSS, begin, slot_states
+from lab.paper.training import LOSS, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
     GREEDY,
@@ -145,7 +145,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
-    check_learning(kind, target, LOSS, begin)
+    check_learning(kind, target, LOSS)
 
 
 def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) 
     folder = trained(place, "parallelspec")
     assert "--kind parallelspec" in (folder / "README.md").read_text()
     parts, medusa = TargetParts(place / "target"), tmp_path / "medusa"
-    config = head_config("medusa", parts, parts.vocab_size)
+    config = head_config("medusa", parts, draft_vocab_size=parts.vocab_size)
     save_head(medusa, build_student(config, parts, torch.arange(parts.vocab_size), 0).model, config)
     heads = HeadSpec("parallelspec", "parallelspec", folder), HeadSpec("medusa", "medusa", medusa)
     patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}

@@ -22,12 +22,10 @@ from lab.measuring import reference_of, reporting
 from lab.options import Options
 from lab.questions import Question, own_prompts, read_questions
 from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of
-from lab.steps import account
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 
 CONTEXT = 100
-PROCESS = {"attributes": {"service.name": "coppice-orchestrator"}}
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +94,6 @@ def test_figures_that_were_measured_survive_what_comes_later(
     written = json.loads((tmp_path / "run.json").read_text())
     assert (written["figures"], written["ok"]) == ({"speed": [{"method": "plain", "tokens/s": 7.0}]}, False)
     assert "broken off" in capsys.readouterr().out
-
-
-def test_the_parts_of_a_step_are_medians_over_the_sampled_steps_of_a_method(tmp_path: Path) -> None:
-    def span(name: str, number: int, above: int, milliseconds: int, **attributes: Any) -> str:
-        times = {"start_time": "2026-01-01T00:00:00.000Z", "end_time": f"2026-01-01T00:00:00.{milliseconds:03}Z"}
-        own = {"name": name, "context": {"trace_id": "t", "span_id": number}, "parent_id": above}
-        return json.dumps(own | times | {"attributes": attributes, "resource": PROCESS})
-
-    steps = [(10 + number, span("step", 10 + number, 1, 9, step=number)) for number in range(3)]
-    parts = [span("ask", 20 + at, number, 2 + at) for at, (number, _) in enumerate(steps)]
-    lines = [span("call", 1, 0, 99, policy="route"), *(line for _, line in steps), *parts]
-    (tmp_path / "spans.jsonl").write_text("\n".join(lines))
-    report = Report("bench steps", "float32", 1)
-    account(report, tmp_path, ["route"])
-    ((line,),) = report.figures.values()
-    assert line == {"service": "orchestrator", "part": "ask", "route": pytest.approx(3.0)}
 
 
 # --- prompt files and questions ---

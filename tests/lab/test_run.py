@@ -66,7 +66,7 @@ def test_a_method_this_stack_cannot_run_is_named(
         (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
         (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
         (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
-        (("steps", "--json", "/proc/none/x.json"), "Invalid value for '--json'"),
+        (("run", "--json", "/proc/none/x.json"), "Invalid value for '--json'"),
     ],
 )
 def test_what_nobody_can_run_is_refused_before_a_start(
@@ -118,6 +118,7 @@ def test_rows_and_tables_hold_every_figure() -> None:
     assert fast["speedup"] == pytest.approx(2.0)
     assert fast["draft_share"] == pytest.approx(0.1)
     assert sum(fast["parts_ms"].values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
+    assert fast["split_ms"] == pytest.approx(1.0)
     assert {name: figures["prompts"] for name, figures in fast["figures"].items()} == {ALL: 16, "a": 8, "b": 8}
     assert fast["figures"][ALL]["over_hf-generate"].value == pytest.approx(2.04)
     assert rows[HF_GENERATE]["parts_ms"] == {}

@@ -20,12 +20,12 @@ from redis import Redis
 
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
+from coppice.config.sections import SERVICES
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.process import SERVICES
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric, scrape

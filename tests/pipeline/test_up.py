@@ -157,4 +157,5 @@ def test_top_shows_a_running_deployment_or_says_where_there_are_no_metrics(
             assert "tokens/s" in output.out
             assert "lookup" in output.out
         else:
-            assert (ended.value.code, f"coppice: {address} is the gRPC port; metrics are at" in output.err) == (3, True)
+            assert (ended.value.code, f"coppice: no metrics at {address}; " in output.err) == (3, True)
+            assert "its HTTP or metrics port, not gRPC's" in output.err

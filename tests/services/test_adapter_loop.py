@@ -136,10 +136,9 @@ class Rig:
                 return rig.addresses
 
         active = lambda: self.active  # noqa: E731
-        metrics = AdapterMetrics()
-        replicas = Replicas(HEAD, Where(), FIRST, Dialer(), metrics, active)  # type: ignore[arg-type]
+        replicas = Replicas(HEAD, Where(), FIRST, Dialer(), AdapterMetrics(), active)  # type: ignore[arg-type]
         learner: Any = self.learner
-        self.loop = HeadLoop(HEAD, learner, replicas, settings, self.folder, on_thread, metrics, active)
+        self.loop = HeadLoop(learner, replicas, settings, self.folder, on_thread)
         assert self.loop.status(0).doing == STANDING_BY
         await self.loop.start()
         self._running = asyncio.create_task(self.loop.run())

@@ -18,7 +18,6 @@ import pytest
 from coppice.config.sections import DirectorySettings, ServerSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
-from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, directory, own_registries, registry_key
 from coppice.rpc.redis_connection import Connection
@@ -169,8 +168,8 @@ async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: L
             await super().keep(address, leaving)
             refusing.append(serving.draining.is_set())
 
-    serving = Serving(ServerSettings(), Limits(), "drafter", registries=[Noticed(redis.url, "drafter", "block")])
-    await serving.start(SERVICES["drafter"], Anything())
+    serving = Serving(Settings(), "drafter", registries=[Noticed(redis.url, "drafter", "block")])
+    await serving.start({SERVICES["drafter"]: Anything()})
     client = client_of(redis)
     assert await holds(lambda: client.zscore(key, serving.address) is not None)
     stopped = asyncio.create_task(serving.until_stopped())

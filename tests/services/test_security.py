@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter
 from coppice.client.client import AsyncClient, Client
 from coppice.commands.doctor import find
 from coppice.config.sections import ServerSettings, TlsSettings
-from coppice.config.settings import load_settings
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unauthenticated
 from coppice.limits import Limits
 from coppice.rpc.access import ACCESS, Access, Certificates
@@ -111,9 +111,9 @@ async def served(
     name: str, tls: TlsSettings, servicer: Any = None, tokens: Tokens | None = None, idle_s: float = 300, **more: Any
 ) -> AsyncIterator[str]:
     """A server in this process; gives its address."""
-    limits = Limits(idle_s=idle_s)
-    serving = Serving(ServerSettings(grace_s=0, **more), limits, SERVED_BY[name], tls, tokens)
-    await serving.start(SERVICES[name], servicer or Reached(SERVICES[name]))
+    sections = {"server": ServerSettings(grace_s=0, **more), "limits": Limits(idle_s=idle_s), "tls": tls}
+    serving = Serving(Settings().model_copy(update=sections), SERVED_BY[name], tokens)
+    await serving.start({SERVICES[name]: servicer or Reached(SERVICES[name])})
     stopped = asyncio.create_task(serving.until_stopped())
     try:
         yield serving.address
@@ -470,7 +470,7 @@ def test_the_documented_command_makes_an_entry(tmp_path: Path) -> None:
 
 def test_tokens_cross_no_network_in_clear(door: Door) -> None:
     def serving(host: str, tls: TlsSettings = TlsSettings()) -> Serving:  # noqa: B008
-        return Serving(ServerSettings(host=host), Limits(), "orchestrator", tls, door.tokens)
+        return Serving(Settings(server=ServerSettings(host=host), tls=tls), "orchestrator", door.tokens)
 
     async def check() -> None:
         with pytest.raises(InvalidField, match=r"tls\.tokens_in_clear: clients would send tokens to 0\.0\.0\.0"):

@@ -60,7 +60,8 @@ def run(app: Any, place: Path, *flags: str, ends: Sequence[int] = (0, 1)) -> str
 def learn(config: TrainingConfig, tokens: int) -> None:
     """Train a head of a configuration to the end."""
     recipe = Recipe(tokens, length=32, long_length=32, small_batch=64)
-    assert Trainer(heads.FeatureHeadInTraining(config, draft_vocab=40), config, recipe).train()
+    config = replace(config, shape={"draft_vocab_size": 40, **config.shape})
+    assert Trainer(heads.FeatureHeadInTraining(config), config, recipe).train()
 
 
 def head(place: Path, kind: str, *flags: str) -> Path:
@@ -214,8 +215,8 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
         learn(TrainingConfig("eagle3", target, answers, work, resume=True), tokens)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
-        fresh = heads.draft_vocabulary(answers, 300, 40).tolist()
-    assert vocabularies[0] == vocabularies[1] != fresh
+        fresh = torch.bincount(answers.ids(), minlength=300).argsort(descending=True, stable=True)[:40].sort().values
+    assert vocabularies[0] == vocabularies[1] != fresh.tolist()
     with pytest.raises(InvalidField, match=r"--shape: head_dim is 4, and 8 of the head that .*head.json began"):
         learn(TrainingConfig("eagle3", target, answers, work, {"head_dim": 4}, resume=True), 256)
     other = record_answers([f"words={place}/words.txt"], target, tmp_path / "other", SMALL, layers=(3,))

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import TargetParts, load_head
-from coppice.training.answers import Answer, stacked, write_answers
+from coppice.training.answers import Answer, write_answers
 from coppice.training.data import load_tokenizer
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 
@@ -36,7 +37,7 @@ def answers() -> list[Answer]:
     """The target's answers with the features of LAYERS."""
     engine = load_engine(DEMO / "target", dtype="float32", kv_tokens=4096)
     prompts = [load_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS * 4]
-    return write_answers(engine, prompts, [LENGTH] * len(prompts), [TEMPERATURE] * len(prompts), SEED, LAYERS)
+    return write_answers(engine, prompts, [LENGTH] * len(prompts), TEMPERATURE, SEED, LAYERS)
 
 
 def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float:
@@ -44,7 +45,7 @@ def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float
     loaded = load_head("dspark", folder, DEMO / "target")
     places = [LAYERS.index(layer) for layer in loaded.config.feature_layers]
     wide = loaded.config.hidden_size
-    texts = stacked(answers)
+    texts = Answer(*map(torch.stack, zip(*answers, strict=True)))
     seen = texts.features.unflatten(-1, (-1, wide))[:, :, places].flatten(2) * (not blank)
     teacher = Teacher(TargetParts(DEMO / "target").output, loaded.model.target_ids)
     student = Student(loaded.model, loaded.embedding)

@@ -115,7 +115,7 @@ def test_heads_beside_a_target_take_their_weights_and_its_embedding(target: Path
 
 def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, spec = ModelSize.of(target, "float32"), StackSpec(target=target, dtype="float32", verifiers=2)
-    monkeypatch.setattr(spec_module, "free_memory", lambda _: 2.0 * (size.weights + 2 * 5000 * size.kv))
+    monkeypatch.setattr(spec_module.model, "free_memory", lambda _: 2.0 * (size.weights + 2 * 5000 * size.kv))
     assert check_target(spec, spec.settings()) == 5000
     monkeypatch.setenv("COPPICE_VERIFIER__KV_TOKENS", "7000")
     assert check_target(spec, spec.settings()) == 7000

@@ -51,7 +51,7 @@ def test_random_trees_and_their_deltas_agree_with_the_references() -> None:
             same_depths_and_children(union(trees))
         cut = int(rng.integers(0, len(tree) + 1))
         start = DraftTree(tree.tokens[:cut], tree.parents[:cut], tree.log_probs[:cut])
-        assert extend(start, tree.tokens[cut:], tree.parents[cut:], tree.log_probs[cut:]) == tree
+        assert extend(start, DraftTree(tree.tokens[cut:], tree.parents[cut:], tree.log_probs[cut:])) == tree
 
 
 def test_pruning_scores_that_rise_along_a_path_still_keeps_ancestors_within_the_budget() -> None:

@@ -163,7 +163,7 @@ def questions(address: str, prompts: int) -> list[Question]:
 
 async def plain_answers(address: str, asked: Sequence[Question], new_tokens: int) -> dict[Question, tuple[int, ...]]:
     """What plain decoding says to each question."""
-    answers: Any = await identity.ask(address, asked, identity.Way("plain", sessions=4), new_tokens)  # type: ignore[arg-type]
+    answers: Any = await asyncio.to_thread(identity.ask, address, asked, identity.Way("plain", sessions=4), new_tokens)  # type: ignore[arg-type]
     assert not [failure for failure in answers if isinstance(failure, str)], answers
     return dict(zip(asked, answers, strict=True))
 
