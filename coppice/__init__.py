@@ -24,31 +24,10 @@ if TYPE_CHECKING:
     from coppice.speculation.sampling import SamplingParams
     from coppice.wire.generation import ChatMessage, Chunk, Finished, Started
 
-__all__ = [
-    "AsyncClient",
-    "Cancelled",
-    "ChatMessage",
-    "Chunk",
-    "Client",
-    "Completion",
-    "CoppiceError",
-    "DeadlineExceeded",
-    "Finished",
-    "InternalError",
-    "InvalidField",
-    "NotFound",
-    "Options",
-    "Overloaded",
-    "PermissionDenied",
-    "SamplingParams",
-    "StaleFence",
-    "Started",
-    "StreamEvent",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "__version__",
-]
+__all__ = ["ChatMessage", "Chunk", "Finished", "SamplingParams", "Started", "__version__"]
+__all__ += ["AsyncClient", "Client", "Completion", "Options", "StreamEvent"]
+__all__ += ["Cancelled", "CoppiceError", "DeadlineExceeded", "InternalError", "InvalidField", "NotFound", "Overloaded"]
+__all__ += ["PermissionDenied", "StaleFence", "Unauthenticated", "Unavailable", "Unimplemented"]
 
 _HOMES = {
     "coppice.client": ("AsyncClient", "Client", "Completion", "Options", "StreamEvent"),

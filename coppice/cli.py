@@ -13,17 +13,7 @@ from coppice.errors import NOBODY, CoppiceError
 from coppice.machine import extension, extensions
 
 CHECK_FAILED, USAGE, UNREACHABLE = 1, 2, 3
-SERVE_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "jinja2",
-    "matplotlib",
-    "psutil",
-    "huggingface_hub",
-)
-"""what a missing one means to people: the extra that brings it"""
+OWN = ("coppice", "services", "orchestrator", "lab")  # a missing module of others is one of an extra's
 COMMANDS = {
     "up": ("coppice.commands.up", "Start verifiers, drafters and orchestrators here, until Ctrl-C."),
     "fetch": ("coppice.commands.up", "Download a model from the Hugging Face Hub."),
@@ -85,7 +75,7 @@ def main() -> None:
     try:
         app()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in SERVE_PACKAGES:
+        if (error.name or "coppice").partition(".")[0] in OWN:
             raise
         _fail(f"{error.name} is not installed: in a checkout pip install '.[serve]' (or '.[train]')", USAGE)
     except OSError as error:

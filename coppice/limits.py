@@ -25,6 +25,7 @@ MAX_TOP_LOG_PROBS = 20  # best ids whose log-probabilities a client is told
 MAX_WINDOW = 4096  # positions of a training sample
 MAX_HIDDEN = 65_536  # width of a head's states, and of one layer's features
 MAX_CHAT_MESSAGES = 256
+MAX_GRAMMAR_CHARS = 1 << 16
 MAX_POLICY_CHARS = 80
 MAX_ADDRESS_CHARS = 256
 MAX_NAME_CHARS = 256  # of a target, of a head

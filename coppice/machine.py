@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -46,7 +47,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine this runs on."""
-    lines = _cpuinfo()
+    lines: dict[str, str] = {}  # the first core's
+    with suppress(OSError):  # other kernels have none
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+        pairs = (line.partition(":") for line in first.splitlines())
+        lines = {key.strip(): value.strip() for key, _, value in pairs}
     flags = f"{lines.get('flags', '')} {lines.get('Features', '')}".split()
     return Machine(
         cpu=lines.get("model name") or platform.processor() or platform.machine(),
@@ -82,12 +87,3 @@ def extension(group: str, name: str, field: str) -> Any:
     except Exception as error:
         reason = f"{name!r} is not to be had from {entry.value}: {type(error).__name__}: {error}"
         raise InvalidField(field, reason) from error
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first core's lines of /proc/cpuinfo; nothing where there is none."""
-    try:
-        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
-    except OSError:
-        return {}
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}

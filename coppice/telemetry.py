@@ -24,6 +24,7 @@ WARMING_UP = "warming up"
 """what a service logs when its model is loaded and not warm yet; `coppice up` shows it"""
 SCRAPE_S = 5.0
 MOST_SCRAPES = 8  # at once
+GRAMMAR_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -125,6 +126,7 @@ class SessionMetrics:
         self.forwards = counter("forwards", "packed forwards")
         self.rows = counter("rows", "rows of packed forwards")
         self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=STEP_BUCKETS)
+        self.grammar_seconds = histogram("grammar_seconds", "time of a step in its grammar", buckets=GRAMMAR_BUCKETS)
         self.links = gauge("links", "links from clients")
         self.kv_tokens = gauge("kv_tokens_used", "KV in use, tokens")
         self.remembered = gauge("memory_tokens", "tokens of ended sessions' texts")

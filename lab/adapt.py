@@ -148,13 +148,11 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
     else:
         check_range("n", options.n, 3, 2 * len(prompts_of("code")))  # so many different prompts there are
         stream = STREAMS[options.what](options.n)
-    return base, [Lane(policy, spec_for(policy, base)) for policy in policies], stream
-
-
-def spec_for(policy: str, base: StackSpec) -> StackSpec:
-    """A stack that adapts its one head by a policy. `never` has no adapter and sends no signals."""
-    extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
-    return replace(base, policy=f"single:{base.heads[0].name}", adapt=policy != NEVER, extra=extra)
+    base, lanes = replace(base, policy=f"single:{base.heads[0].name}"), list[Lane]()
+    for policy in policies:  # `never` has no adapter and sends no signals
+        extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
+        lanes.append(Lane(policy, replace(base, adapt=policy != NEVER, extra=extra)))
+    return base, lanes, stream
 
 
 def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:

@@ -26,7 +26,7 @@ from lab.measuring import Journal, measuring, reference_of, reporting
 from lab.options import ASKED, Options, command, read_methods
 from lab.questions import prompt_ids, read_questions
 from lab.run import Cell, methods_of, run_exact, run_methods
-from lab.services.asleep import Asleep
+from lab.services import Asleep
 from lab.services.measure import ASLEEP, run_services, spec_of
 
 app = typer.Typer(

@@ -6,11 +6,12 @@ Green tokens were drafted and accepted, red ones are roots, sampled from the tar
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 
@@ -25,17 +26,14 @@ from coppice.machine import usable_cores
 from coppice.prompts import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER
 from coppice.stack.redis_server import find_server
-from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
-from lab.measuring import GREEDY, Ask, Bench, asking, judged, measuring, others_s, timed
+from lab.measuring import measuring
 from lab.options import Options
 from lab.questions import Question
-from lab.report import exactness_checks
-from lab.run import HF_GENERATE, Cell, Pairs, add_speed
+from lab.run import HF_GENERATE, Cell, run_methods
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
-COMPARE_S = 30  # seconds, after which no other prompt is compared
 OTHERS = 0.15  # share of the machine's cores that others may take before speeds mean nothing
 PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
 SHOWN_TOKENS = 32
@@ -55,17 +53,33 @@ def demo(
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
-    with measuring("demo", spec, Options(json_file=json_file)) as bench:
+    with measuring("demo", spec, Options(json_file=json_file, max_new_tokens=NEW_TOKENS)) as bench:
         for number, prompt in enumerate(prompts):
             stream_coloured(console, bench.client, prompt, trees=number == 0)
         ready = bench.stack.services.get(ADAPTER)
         with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
             if adapter:
                 adapter.pause()  # policies are compared on the same weights
-            _compare(bench, prompts)
+            Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
+            encode, names = bench.reference.text.encode, [f"single:{head.name}" for head in spec.heads]
+            questions = [Question(encode(str(prompt.prompt)), prompt.category) for prompt in prompts]
+            methods = [HF_GENERATE, "plain", *names, "route", "merge"]
+            began_at, before = time.monotonic(), others_s()
+            run_methods(bench, methods, [Cell(0.0, BUDGET, 1)], questions)
+            if (others := (others_s() - before) / (time.monotonic() - began_at)) > OTHERS:
+                busy = f"this machine was busy, others took {others:.0%} of it"
+                bench.report.notes.append(f"{busy}: the speeds above mean nothing, tau does")
+            del bench.report.tables[1:]  # the speeds
             if adapter:
                 heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
                 console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
+
+
+def others_s() -> float:
+    """Seconds that a core of this machine has computed by now, on average, but for this process and its children."""
+    times, this = psutil.cpu_times(), psutil.Process()
+    own = sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
+    return (sum(times) - times.idle - getattr(times, "iowait", 0.0) - own) / (os.cpu_count() or 1)
 
 
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
@@ -83,27 +97,3 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
         print_tree(completion.trees, console)
     return completion
-
-
-def _compare(bench: Bench, prompts: Sequence[FilePrompt]) -> None:
-    """Ask every method every prompt in alternating order; each answer is judged by transformers' own."""
-    Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
-    reference, report, spec = bench.reference, bench.report, bench.stack.spec
-    asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
-    methods = ["plain", *(f"single:{head.name}" for head in spec.heads), "route", "merge"]
-    ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
-    ways |= {method: asking(bench.client, NEW_TOKENS, policy=method) for method in methods}
-    began_at, before = time.monotonic(), others_s()
-    with Progress("answers", len(ways) * (1 + len(asked))) as progress:
-        answers = timed(ways, [ids for ids, _ in asked], progress, COMPARE_S)
-    others = (others_s() - before) / (time.monotonic() - began_at)
-    bench.stack.check()
-    asked = asked[: len(answers["plain"])]
-    verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
-    pairs = Pairs(Cell(0.0, BUDGET, 1), answers, [Question(ids) for ids, _ in asked])
-    report.rows = [pairs.row(method, verdicts[method]) for method in answers]
-    add_speed(report, report.rows)
-    report.checks += exactness_checks(report.rows, report.dtype, NEW_TOKENS)
-    if others > OTHERS:
-        busy = f"this machine was busy, others took {others:.0%} of it"
-        report.notes.append(f"{busy}: the speeds above mean nothing, tau does")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import psutil
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -158,26 +154,6 @@ def in_turn(
         answers[way] = ways[way](prompts, sampling)
         progress.add(len(prompts))
     return {way: answers[way] for way in ways}
-
-
-def timed(
-    ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress, most_s: float = math.inf
-) -> dict[K, list[Completion]]:
-    """Every way's greedy answers, a prompt at a time, in turns, the first once before; none is begun after `most_s`."""
-    until = time.monotonic() + most_s
-    in_turn(ways, prompts[:1], GREEDY, 1, progress)
-    groups: list[dict[K, list[Completion]]] = []
-    for number, prompt in enumerate(prompts):
-        if not groups or time.monotonic() < until:
-            groups.append(in_turn(ways, [prompt], GREEDY, number, progress))
-    return {way: [answer for group in groups for answer in group[way]] for way in ways}
-
-
-def others_s() -> float:
-    """Seconds that a core of this machine has computed by now, on average, but for this process and its children."""
-    times, this = psutil.cpu_times(), psutil.Process()
-    own = sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
-    return (sum(times) - times.idle - getattr(times, "iowait", 0.0) - own) / (os.cpu_count() or 1)
 
 
 def judged(

@@ -29,17 +29,16 @@ from coppice.config.model import ModelSize
 from coppice.engine.engine import DTYPES, Clock, Engine
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Head
+from coppice.heads.base import DraftJob, Head, served_head
 from coppice.heads.checkpoints import TargetParts, save_head
-from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
 from coppice.machine import default_dtype
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec, StackSpec, check_device
 from coppice.training.heads import build_student, head_config
 from coppice.training.progress import Progress
-from coppice.training.trainer import replacing, usable_device
+from coppice.training.trainer import replacing
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.measuring import GREEDY, asking, reference_of, reporting, running, timed
+from lab.measuring import GREEDY, asking, in_turn, reference_of, reporting, running
 from lab.options import Options
 from lab.report import Report, Row, costs, make_row
 
@@ -150,7 +149,7 @@ def draft_ms(
 
 def run_synthetic(options: Options) -> None:
     """Make a target and heads as the options say, measure them, and report. Raises InvalidField."""
-    usable_device(options.device)
+    check_device("device", options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = options.numbers("sessions", int, 1, 128), options.dtype or default_dtype(options.device)
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
@@ -253,7 +252,9 @@ def measure_services(plan: Plan, progress: Progress) -> list[Row]:
     with running(spec, plan.report) as stack, Client(stack.address) as client:
         methods = ("plain", *(f"single:{head.name}" for head in plan.spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
-        for method, answers in timed(ways, prompts, progress).items():
+        _, *groups = (in_turn(ways, [each], GREEDY, turn, progress) for turn, each in enumerate((prompts[0], *prompts)))
+        for method in methods:
+            answers = [answer for group in groups for answer in group[method]]
             (step, _, parts), row = costs(answers), make_row(method, answers, [], plan.options.budget)
             head_ms, _ = plan.drafts.get((1, method.removeprefix("single:")), (0.0, 0.0))
             bare_ms = plan.forward_ms(row["verified_nodes"] + 1) + head_ms

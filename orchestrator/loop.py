@@ -18,7 +18,7 @@ from coppice.errors import InvalidField
 from coppice.rpc.tracing import Facts, current
 from coppice.speculation.policy import NO_HEAD, UNION, Choice, Policy
 from coppice.speculation.sampling import draw
-from coppice.speculation.tree import DraftTree, IntArray, paths, prune
+from coppice.speculation.tree import DraftTree, IntArray, graft, paths, prune
 from coppice.wire.common import Features, Fence, TopLogProbs, committed_hash
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.wire.verifier import NextRoot, SessionOpened, Verdict, VerifyStep
@@ -44,6 +44,7 @@ class Step:
     hint: int | None  # how many nodes the last verdict said to draft; None: any number
     drafts: list[Draft]  # one a head, NO_DRAFT where it was not asked or sat the step out
     root: int = -1
+    forced: tuple[int, ...] = ()  # ids that the grammar forces behind the root: drafts that no head makes
     budget: int = 0  # nodes to draft at most
     asked: tuple[int, ...] = ()  # heads that the policy asks
     opening: bool = False  # whether an asked head had to prefill in this step
@@ -158,8 +159,9 @@ class Output:
     def _push(self, token: int) -> str:
         """Take one token; returns the text that became certain."""
         self._left -= 1
-        # An id that ends the text is no part of it, whatever the tokenizer calls it.
-        text, stopped = self._text.push(token) if token not in self._stop_ids else ("", False)
+        # An id that ends the text is no part of it, whatever the tokenizer calls it, unless the request wants it.
+        is_text = token not in self._stop_ids or self._request.include_stop
+        text, stopped = self._text.push(token) if is_text else ("", False)
         if token in self._stop_ids or (self._left <= 0 and not stopped):
             self.finish = "eos" if token in self._stop_ids else "length"
             rest, stopped = self._text.flush()
@@ -211,7 +213,7 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
             makers[path] = first, owners | 1 << head
 
     def picture(tree: DraftTree, head: int, right: Sequence[int]) -> StepTree:
-        own = [makers[path] for path in paths(tree)]
+        own = [makers.get(path, (1, 0)) for path in paths(tree)]  # no head made what a grammar forces
         return StepTree(
             root=step.root,
             tokens=tuple(tree.tokens.tolist()),
@@ -380,6 +382,7 @@ class Decoding:
         start(opened)
         self._follow(opened.features)
         self._open(self.policy.soon)
+        step.forced = opened.forced
         step.root, log_prob = self._next_root(opened.next)
         self.output.commit([], (step.root, log_prob), opened.top)
         step.began_at = first = time.perf_counter_ns()
@@ -387,7 +390,7 @@ class Decoding:
         try:
             while self.output.finish is None:
                 await self._draft(step)
-                step.choice = self.policy.choose(step)
+                step.choice = self._choose(step)
                 step.chosen_at = time.perf_counter_ns()
                 await self._verify(step)
                 root = self._commit(step)
@@ -408,7 +411,7 @@ class Decoding:
         hint = before.verdict.budget_hint if before else None
         step = Step(before.number + 1 if before else 1, hint, [NO_DRAFT] * len(self.heads), root=root)
         if before is not None:
-            step.began_at = before.committed_at
+            step.began_at, step.forced = before.committed_at, before.verdict.forced
         step.asked = tuple(self.policy.heads(step))
         step.budget = self.policy.budget(self.request.budget or 0, hint)
         return step
@@ -453,6 +456,13 @@ class Decoding:
         for at, _ in drafts:
             step.drafts[at] = self.heads[at].collect()
         step.drafted_at = time.perf_counter_ns()
+
+    def _choose(self, step: Step) -> Choice:
+        """The policy's tree, with the branch that the grammar forces."""
+        choice = self.policy.choose(step)
+        if not (step.forced and self.heads and self.request.budget) or self.request.pq:
+            return choice
+        return replace(choice, tree=prune(graft(choice.tree, step.forced), self.request.budget)[0])
 
     # --- verify ---
 

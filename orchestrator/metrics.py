@@ -16,6 +16,7 @@ from coppice.wire.generation import Finished
 ENGINE = "0"  # vLLM numbers its engines; an orchestrator is one, told from others by the label `instance`
 _REQUEST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_BUCKETS = tuple(first * 10**zeros for zeros in range(6) for first in (1, 2, 5))
+_TAU_BUCKETS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}  # vLLM's words for an end
 
 
@@ -49,6 +50,7 @@ class OrchestratorMetrics:
         self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
         self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
         self.suspect = gauge("head_suspect", "replicas that draft far below what is expected of them", ["head"])
+        self.tau = Histogram("coppice_request_tau", "mean tokens a step", registry=self.registry, buckets=_TAU_BUCKETS)
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
         self.prefix_routed = counter(
@@ -120,6 +122,7 @@ class OrchestratorMetrics:
         for name, value in answer.items():
             self.answers[name].observe(value)
         self.request_seconds.observe(seconds)
+        self.tau.observe(result.tau)
 
     def step(self, policy: str, verified: int, accepted: int, tokens: int, seconds: float) -> None:
         """Count one step, the draft nodes that it verified and accepted, and the tokens that it gave the client."""

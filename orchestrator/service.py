@@ -16,6 +16,7 @@ import coppice
 from coppice.adaptation.signals import Producer
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
+from coppice.config.token_bytes import TokenBytes
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import NEW_TOKENS
 from coppice.rpc.admission import Admission
@@ -31,7 +32,7 @@ from .heads import HeadPool, HeadSession, feature_layers
 from .loop import Account, Decoding, Output, StepPolicy
 from .metrics import OrchestratorMetrics
 from .targets import TargetPool, TargetSession
-from .text import Encoder, TextCodec, TextStream, TokenBytes
+from .text import Encoder, TextCodec, TextStream
 from .tokens import client_salt
 
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
@@ -80,11 +81,13 @@ class GenerationServicer:
         """Whether a verifier can be asked."""
         return any(replica.fit for replica in self.verifiers.replicas)
 
-    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+    async def encode(
+        self, prompt: str | Sequence[ChatMessage], bare: bool = False, template_arguments: str = ""
+    ) -> list[int]:
         """Ids of a text, without special tokens around it if `bare`, or of a conversation. Raises InvalidField."""
         if self.encoder is None:
             raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
-        return await self.encoder.encode(prompt, bare)
+        return await self.encoder.encode(prompt, bare, template_arguments)
 
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -154,6 +157,7 @@ class GenerationServicer:
                 account.admitted()
                 ids = await self._prompt_ids(request)
                 request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
+                await self._check_grammar(request)
                 await self._decode(request, ids, send, account)
             send(account.result)
             outcome = account.result.finish_reason
@@ -183,7 +187,8 @@ class GenerationServicer:
         heads = [self._head_session(pool, account.id, request) for pool in pools]
         opening = self._opening(request, account.id, prompt_tokens, layers)
         verifier, steps = TargetSession(self.verifiers, opening), self._step_policy(request, policy)
-        stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
+        special = request.keep_special_tokens
+        stream = TextStream(self.token_bytes, request.stop, request.min_tokens, request.include_stop, special)
         settings = self.settings.orchestrator
         output = Output(request, stream, opening.stop_ids, send, settings.stream_interval)
         deadline_s = settings.draft_deadline_ms / 1e3
@@ -218,7 +223,7 @@ class GenerationServicer:
             session=session,
             ids=[],
             sampling=request.sampling,
-            stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
+            stop_ids=frozenset((*request.stop_token_ids, *(() if request.ignore_eos else self.target.eos_ids))),
             max_len=prompt_tokens + request.max_new_tokens,
             feature_layers=layers,
             want_log_probs=request.want_log_probs,
@@ -227,6 +232,7 @@ class GenerationServicer:
             want_prompt_log_probs=request.want_prompt_log_probs,
             min_len=prompt_tokens + min(request.min_tokens, request.max_new_tokens) if request.min_tokens else 0,
             salt=client_salt(),
+            grammar=request.grammar,
         )
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest) -> HeadSession:
@@ -244,7 +250,8 @@ class GenerationServicer:
         if request.ids is not None:
             ids = list(request.ids)
         else:
-            ids = await self.encode(request.chat or () if request.text is None else request.text)
+            prompt = request.chat or () if request.text is None else request.text
+            ids = await self.encode(prompt, template_arguments=request.template_arguments)
         if not ids:
             raise InvalidField("prompt", "holds no tokens")
         if request.stop and self.codec is None:
@@ -259,6 +266,16 @@ class GenerationServicer:
             return tuple(await self.encode(request.prediction_text, bare=True))
         except InvalidField as error:
             raise InvalidField("prediction", str(error).partition(": ")[2]) from None
+
+    async def _check_grammar(self, request: GenerationRequest) -> None:
+        """Raise InvalidField unless the request's grammar can be decoded with."""
+        if request.grammar is None:
+            return
+        if self.encoder is None or not self.token_bytes.context_free:
+            raise InvalidField("grammar", "this target has no tokenizer that says what each id adds to a text")
+        if request.ignore_eos:
+            raise InvalidField("ignore_eos", "a grammar says where the answer ends")
+        await self.encoder.check(request.grammar)
 
     def _settled(self, request: GenerationRequest, prompt_tokens: int) -> tuple[GenerationRequest, Policy]:
         """The request with this deployment's values where it leaves them open, and its policy. Raises InvalidField."""
@@ -312,8 +329,10 @@ def _is_plain(event: StreamEvent) -> bool:
 
 
 def _started(request: GenerationRequest, policy: Policy, prompt: list[int], opened: SessionOpened | None) -> Started:
-    """An answer's beginning, with the log-probabilities of its prompt if they are wanted."""
+    """An answer's beginning, with its prompt and the log-probabilities of that if they are wanted."""
     started = Started(len(prompt), policy.name, policy.heads, request.budget or 0, request.sampling.seed)
+    if request.want_prompt_ids:
+        started = replace(started, prompt_ids=tuple(prompt))
     if opened is None or not request.want_prompt_log_probs:
         return started
     behind = slice(len(prompt) - 1)  # of resumed ids nothing is told

@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 import structlog
 
-from coppice.backoff import Backoff
 from coppice.errors import (
+    Backoff,
     Cancelled,
     CoppiceError,
     DeadlineExceeded,

@@ -3,22 +3,23 @@
 A chat template is a program that comes with a model, and a tokenizer holds the interpreter's lock while it works. So
 chats and long texts are encoded in processes of their own: `python -m orchestrator.text ROLE FOLDER` writes a line when
 it has loaded, and answers each line of its input, both in JSON, until the input ends: as `render` chats, as `encode`
-texts. As `check` it prints what is wrong with the folder's chat template, a line each.
+texts, as `compile` whether grammars can be decoded with. As `check` it prints what is wrong with the folder's chat
+template, a line each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import inspect
 import json
 import os
-import re
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -26,79 +27,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from coppice.config.model import added_tokens, ends_line, text_ends
+from coppice.config.token_bytes import NEIGHBOUR, TokenBytes
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
 from coppice.rpc.admission import Admission
+from coppice.wire.common import Grammar
 from coppice.wire.generation import ChatMessage
 
 from .tokens import client_salt
 
 # --- ids to text ---
-
-_CACHED_IDS = 1 << 14
-_NEIGHBOUR = "a"  # a piece in front of another, which so does not begin a text
-# Byte-level BPE spells bytes that print as themselves, and all others, in their order, as the characters from 256 on.
-_ALPHABET = sorted(ByteLevel.alphabet())
-_BYTE_OF = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: (chr(byte) not in _ALPHABET, byte)), strict=True))
-_HALF_CHARACTER = re.compile("<0x([89A-Fa-f][0-9A-Fa-f])>")  # a piece of ByteFallback
-_EACH_ALONE = {"Replace", "ByteFallback", "Metaspace", "WordPiece", "Strip", "Fuse"}  # decoders of one piece at a time
-_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}  # may follow Fuse
-
-
-class TokenBytes:
-    """The bytes that each id of a tokenizer adds to a text. Without a tokenizer no id adds any."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
-        self._special = {number for number, token in added.items() if token.special}
-        decoder = tokenizer.decoder if tokenizer else None
-        self.join = decoder.decode if decoder else " ".join  # pieces of the vocabulary to text
-        state = json.loads(decoder.__getstate__()) if decoder else {"type": "Fuse"}
-        steps = state.get("decoders", [state])
-        kinds = [step["type"] for step in steps]
-        fused = steps[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
-        self._byte_level, self._byte_fallback = kinds == ["ByteLevel"], "ByteFallback" in kinds
-        self.context_free = self._byte_level or ({*kinds} <= _EACH_ALONE and fused in ([], [_STRIP]))
-        """whether an id adds the same behind any other; where a decoder is of an unknown kind, it may not"""
-        self.of = lru_cache(_CACHED_IDS)(self._of)
-
-    def piece(self, token: int, special: bool = False) -> str:
-        """An id's piece of the vocabulary; "" above it, and of a special token unless `special`."""
-        if self.tokenizer is None or (token in self._special and not special):
-            return ""
-        return self.tokenizer.id_to_token(token) or ""
-
-    def _of(self, token: int, special: bool = False, first: bool = False) -> bytes:
-        """The bytes of an id; a special token has some only if `special`. first: it begins a text."""
-        piece = self.piece(token, special)
-        if not piece or not self.tokenizer:
-            return b""
-        if self._byte_level:
-            is_spelled = self.tokenizer.model.token_to_id(piece) is not None and _BYTE_OF.keys() >= {*piece}
-            return bytes(map(_BYTE_OF.__getitem__, piece)) if is_spelled else piece.encode()
-        if self._byte_fallback and (byte := _HALF_CHARACTER.fullmatch(piece)):
-            return bytes.fromhex(byte[1])
-        before = [] if first else [_NEIGHBOUR]
-        return self.join([*before, piece])[len(self.join(before)) :].encode()
-
-    def of_prompt(self, ids: Iterable[int], text: str | None = None) -> list[bytes]:
-        """The bytes of each id of a prompt, special ones too, but for those that are not in the `text` it came as."""
-        result, first = list[bytes](), True
-        for token in ids:
-            special = text is None or token not in self._special or self.piece(token, True) in text
-            result.append(self.of(token, special, first))
-            first = first and not self.of(token, special)
-        return result
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of a prompt's ids, special ones too."""
-        if self.context_free or self.tokenizer is None:
-            return b"".join(self.of_prompt(ids)).decode(errors="replace")
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class TextStream:
@@ -107,24 +47,35 @@ class TextStream:
     It depends on these ids alone: as an answer stands behind a prompt, its first token keeps its leading space.
     """
 
-    def __init__(self, tokens: TokenBytes, stops: Sequence[str] = (), least: int = 0) -> None:
-        """No stop string ends the first `least` tokens."""
+    def __init__(
+        self,
+        tokens: TokenBytes,
+        stops: Sequence[str] = (),
+        least: int = 0,
+        include_stop: bool = False,
+        special: bool = False,
+    ) -> None:
+        """No stop string ends the first `least` tokens; the one that ends them is in the text if `include_stop`.
+
+        special: special tokens are, too.
+        """
         self.tokens, self._stops, self._least = tokens, stops, least
+        self._include_stop, self._special = include_stop, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # holds three bytes at most
-        self._before, self._pieces = [_NEIGHBOUR], list[str]()  # where ids are not context-free: decoded, and not yet
+        self._before, self._pieces = [NEIGHBOUR], list[str]()  # where ids are not context-free: decoded, and not yet
         self._held = ""  # text that may turn out to begin a stop string
 
     def push(self, token: int) -> tuple[str, bool]:
         """Text that is certain now that `token` came, and whether a stop string was met (and cut off)."""
         self._least -= 1
         if self.tokens.context_free:
-            return self._search(self._utf8.decode(self.tokens.of(token)))
-        self._pieces += filter(None, [self.tokens.piece(token)])
+            return self._search(self._utf8.decode(self.tokens.of(token, self._special)))
+        self._pieces += filter(None, [self.tokens.piece(token, self._special)])
         text = self._behind()
         if text.endswith("\ufffd") and len(self._pieces) < 4:  # a character has four bytes at most
             return "", False
         if self._pieces:
-            self._before, self._pieces = [_NEIGHBOUR, *(self._pieces if len(self._pieces) == 1 else ())], []
+            self._before, self._pieces = [NEIGHBOUR, *(self._pieces if len(self._pieces) == 1 else ())], []
         return self._search(text)
 
     def flush(self) -> tuple[str, bool]:
@@ -142,13 +93,14 @@ class TextStream:
         text, self._held = self._held + text, ""
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            return text[: min(ends)[1]], True
-        keep = _overlap(text, self._stops)
+            end, at = min(ends)
+            return text[: end if self._include_stop else at], True
+        keep = overlap(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
+def overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins one of `stops`, none of which is in it as a whole.
 
     Over an answer it takes a time in proportion to its text: beyond what was held before only new characters are tried.
@@ -163,11 +115,15 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
 ANSWER_S = 5.0  # for an exchange with a process, and _ANSWER_S_A_MIB more for each MiB of the question
 TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
+GRAMMAR_S = 0.2  # of computing, to compile a grammar
+_MOST_COMPILED = 1024  # grammars that are remembered
 _START_S, _ANSWER_S_A_MIB = 60.0, 10.0
 _MOST_BYTES = 4 << 30  # of a process
 _NICENESS = 5  # running sessions come first
 _LONGEST_LINE = 1 << 28  # bytes of an answer
 _CHAT_BYTES = 16 << 20  # of a rendered chat
+_TEMPLATE_ARGUMENTS = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""of `apply_chat_template`, that a request may set; its others are no template's"""
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
 
 
@@ -178,6 +134,8 @@ class ChatTemplate:
         """Does not fail: what is wrong with the folder's files is raised by `render`. Takes half a second, no torch."""
         from transformers import PreTrainedTokenizerFast
 
+        signature = inspect.signature(PreTrainedTokenizerFast.apply_chat_template)
+        self._reserved = signature.parameters.keys() - _TEMPLATE_ARGUMENTS
         self._error: Exception | None = None
         try:  # its templates and special tokens, without its vocabulary
             self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
@@ -185,6 +143,16 @@ class ChatTemplate:
             )
         except Exception as error:
             self._error = error
+
+    @staticmethod
+    def source(folder: Path) -> str:
+        """The text of every template of a folder, one behind the other; those in its config are JSON."""
+        files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+        with suppress(OSError, ValueError, AttributeError):
+            config = json.loads((folder / "tokenizer_config.json").read_bytes())
+            texts.append(json.dumps(config.get("chat_template"), ensure_ascii=False))
+        return "\n".join(texts)
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -196,16 +164,20 @@ class ChatTemplate:
             or (config.is_file() and b'"chat_template"' in config.read_bytes())
         )
 
-    def render(self, messages: Sequence[ChatMessage], ask: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any] = {}) -> str:
         """The text that `apply_chat_template` makes of a conversation. Raises InvalidField.
 
-        ask: up to where the assistant answers. A template may take any time and memory.
+        arguments: what it is given beside the messages; where they say nothing of it, the text goes up to where the
+        assistant answers. A template may take any time and memory.
         """
-        filled = [message.fields for message in messages]
+        if reserved := sorted(self._reserved & arguments.keys()):
+            raise InvalidField("template_arguments", f"{reserved[0]} is no argument of a template")
         try:
             if self._error:
                 raise self._error
-            text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
+            filled = [message.fields for message in messages]
+            arguments = {"add_generation_prompt": True, **arguments}
+            text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, **arguments)
             if len(text.encode()) > _CHAT_BYTES:
                 raise ValueError(f"a text of {len(text)} characters")
         except Exception as error:  # templates come with models and can raise anything
@@ -228,7 +200,7 @@ class TextCodec:
             raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
         self.tokenizer.no_padding()  # of batches; a prompt is itself
         self.tokenizer.no_truncation()
-        self.has_chat_template = ChatTemplate.is_in(folder)
+        self.has_chat_template, self.chat_template = ChatTemplate.is_in(folder), ChatTemplate.source(folder)
 
     @classmethod
     def find(cls, folder: str) -> TextCodec | None:
@@ -251,20 +223,24 @@ class Encoder:
         """most_ids: of a prompt that the target has room for. limits: how many may wait for a process, and how long."""
         self._codec, self._most_ids = codec, most_ids
         self._most_chars = most_ids * max(map(len, codec.tokenizer.get_vocab()), default=1)
-        self._render, self._encode = (
-            _Process((role, str(codec.folder)), limits, answer_s) for role in ("render", "encode")
+        self._render, self._encode, self._compile = (
+            _Process((role, str(codec.folder)), limits, answer_s, tries)
+            for role, tries in (("render", 2), ("encode", 2), ("compile", 1))
         )
+        self._compiled = set[Grammar]()
 
     async def start(self) -> None:
         """Start the process for chats, if there will be any; it loads in the background."""
         if self._codec.has_chat_template:
             await self._render.start()
 
-    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+    async def encode(
+        self, prompt: str | Sequence[ChatMessage], bare: bool = False, template_arguments: str = ""
+    ) -> list[int]:
         """Ids of a text or of a conversation; the clients that `client_salt` tells apart take turns at the processes.
 
-        bare: without the special tokens around a prompt. Raises InvalidField, before any work when it is hopelessly
-        long, Overloaded and Unavailable.
+        bare: without the special tokens around a prompt. template_arguments: a JSON object, of a conversation. Raises
+        InvalidField, before any work when it is hopelessly long, Overloaded and Unavailable.
         """
         ids: list[int]
         if isinstance(prompt, str):
@@ -277,32 +253,46 @@ class Encoder:
                 raise Unavailable("the tokenizer's process does not answer") from None
         else:
             check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
-            messages = [message.fields for message in prompt]
-            self._check_length(sum(map(len, chain.from_iterable(fields.values() for fields in messages))))
+            messages = [asdict(message) for message in prompt]
+            chars = sum(map(len, chain.from_iterable(fields.values() for fields in messages)))
+            self._check_length(chars + len(template_arguments))
             if not self._codec.has_chat_template:
                 raise InvalidField("chat", "this target has no chat template")
             try:
-                ids = await self._render.ask([messages, True])
+                ids = await self._render.ask([messages, template_arguments])
             except TimeoutError:
                 raise InvalidField("chat.messages", "this target's chat template does not end") from None
         if len(ids) >= self._most_ids:
             raise InvalidField("prompt", f"{len(ids)} tokens leave no room in a context of {self._most_ids}")
         return ids
 
+    async def check(self, grammar: Grammar) -> None:
+        """Raise InvalidField unless a grammar compiles in GRAMMAR_S, Overloaded."""
+        if grammar in self._compiled:
+            return
+        try:
+            await self._compile.ask([grammar.kind, grammar.text])
+        except (TimeoutError, Unavailable):
+            raise InvalidField("grammar", f"takes more than {GRAMMAR_S:g} s to compile") from None
+        if len(self._compiled) == _MOST_COMPILED:
+            self._compiled.clear()
+        self._compiled.add(grammar)
+
     def _check_length(self, chars: int) -> None:
         if chars > self._most_chars:
             raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
 
     async def stop(self) -> None:
-        await self._render.stop()
-        await self._encode.stop()
+        for process in (self._render, self._encode, self._compile):
+            await process.stop()
 
 
 class _Process:
     """A process that answers one question after another; who asks waits for a turn."""
 
-    def __init__(self, arguments: Sequence[str], limits: Limits, answer_s: float) -> None:
-        self._arguments, self._answer_s = arguments, answer_s
+    def __init__(self, arguments: Sequence[str], limits: Limits, answer_s: float, tries: int) -> None:
+        """tries: processes that a question may break."""
+        self._arguments, self._answer_s, self._tries = arguments, answer_s, tries
         self._turns = Admission("turns of the tokenizer's process", 1, limits.queued, limits.queue_s)
         self._exchanging = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -310,7 +300,7 @@ class _Process:
 
     async def start(self) -> asyncio.subprocess.Process:
         """The process, started if there is none."""
-        if self._process is None:
+        if self._process is None or self._process.returncode is not None:
             self._loaded = False
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -330,7 +320,7 @@ class _Process:
     async def ask(self, question: object) -> Any:
         """The answer. Who leaves before the process is asked leaves the line; a question is answered in any case.
 
-        Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
+        Raises InvalidField, Overloaded, Unavailable, and TimeoutError when no process answers in time.
         """
         async with self._turns.admit(client=client_salt()):
             await self._exchanging.acquire()  # the client of the question before may have left
@@ -343,12 +333,12 @@ class _Process:
         return answer
 
     async def _answer(self, question: bytes) -> bytes:
-        for is_last in (False, True):
+        for left in reversed(range(self._tries)):
             try:
                 return await self._exchange(question)
             except (OSError, EOFError) as error:  # it was killed, or hangs
                 await self.stop()
-                if is_last and isinstance(error, TimeoutError):
+                if not left and isinstance(error, TimeoutError):
                     raise
         raise Unavailable("the tokenizer's process ended")
 
@@ -368,9 +358,9 @@ class _Process:
 
 
 @contextmanager
-def _in_time() -> Iterator[None]:
-    """Have the block raise TimeoutError when it has computed for TEMPLATE_S."""
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_S)
+def _in_time(seconds: float = TEMPLATE_S) -> Iterator[None]:
+    """Have the block interrupted by SIGPROF when it has computed for so long."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
@@ -395,7 +385,7 @@ def _check(folder: Path) -> Iterator[str]:
         return
     try:
         with _in_time():
-            text = template.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
+            text = template.render([question, ChatMessage("assistant", _ASSISTANT)], {"add_generation_prompt": False})
     except InvalidField:
         return
     _, answered, rest = text.rpartition(_ASSISTANT)
@@ -404,6 +394,48 @@ def _check(folder: Path) -> Iterator[str]:
     if token and tokens[token] not in next(iter(ends.values()), (tokens[token],)):
         line = f"the chat template ends turns with {token} ({tokens[token]})"
         yield f"{line}, but {ends_line(ends)}: answers go on behind it"
+
+
+def _answering(role: str, folder: Path) -> Callable[..., object]:
+    """What answers a question, whose parts are its arguments; a compiler is killed when it takes too long."""
+    if role == "compile":
+        from coppice.speculation.grammar import compile_grammar, make_vocabulary
+
+        # The target's special tokens, an end and all bytes: its own ids take no longer, as nothing is made for each.
+        special = {number: name for name, number in TokenBytes(TextCodec(folder).tokenizer).special.items()}
+        end = max(special, default=-1) + 1
+        tokens = [
+            *(special.get(at, "").encode() for at in range(end)),
+            b"<end>",
+            *map(bytes, zip(range(256), strict=True)),
+        ]
+
+        def encode(text: str) -> list[int]:
+            return [end + 1 + byte for byte in text.encode()]
+
+        vocabulary = make_vocabulary(tokens, [*special, end], [end], encode)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a handler would wait for the library
+
+        def compile_in_time(kind: str, text: str) -> None:
+            with _in_time(GRAMMAR_S):
+                compile_grammar(vocabulary, kind, text)
+
+        return compile_in_time
+    codec = TextCodec(folder)
+    if role == "encode":
+        return codec.encode
+    template = ChatTemplate(folder)
+
+    def render(messages: list[Any], arguments: str) -> list[int]:
+        try:
+            given = dict(json.loads(arguments or "{}"))
+        except (ValueError, TypeError, RecursionError):
+            raise InvalidField("template_arguments", "is no JSON object") from None
+        with _in_time():
+            prompt = template.render([ChatMessage(**message) for message in messages], given)
+        return codec.encode(prompt, bare=True)
+
+    return render
 
 
 def main(role: str, path: str) -> None:
@@ -417,16 +449,11 @@ def main(role: str, path: str) -> None:
         print(*_check(folder), sep="\n")
         return
     os.nice(_NICENESS)
-    codec, reply = TextCodec(folder), list[object]()
-    template = ChatTemplate(folder) if role == "render" else None
+    answer, reply = _answering(role, folder), list[object]()
     print(flush=True)
     for question in sys.stdin:
-        prompt, bare = json.loads(question)
         try:
-            if template is not None:
-                with _in_time():
-                    prompt = template.render([ChatMessage(**message) for message in prompt])
-            reply = [codec.encode(prompt, bare)]
+            reply = [answer(*json.loads(question))]
         except InvalidField as error:
             reply = [None, error.field, str(error).removeprefix(f"{error.field}: ")]
         except BaseException as error:  # as the panic of a tokenizer is

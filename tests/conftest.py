@@ -32,12 +32,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA device")
 
 
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that the random heads of tests/unit/test_feature_heads.py can draft for; to be read only."""
+@pytest.fixture(scope="module")
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, to be read only, by the module's TINY_TARGET; else one that the random heads of
+    tests/unit/test_feature_heads.py can draft for."
+    """
     from tests.tiny import make_target
 
-    return make_target(tmp_path_factory.mktemp("target"), 96, layers=8, hidden=32, tokenizer=False)
+    usual = {"vocab": 96, "layers": 8, "tokenizer": False}
+    return make_target(tmp_path_factory.mktemp("target"), **getattr(request.module, "TINY_TARGET", usual))
 
 
 @pytest.fixture

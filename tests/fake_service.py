@@ -136,18 +136,14 @@ def _role(settings: Settings) -> str:
 async def _serve(settings: Settings, role: str) -> None:
     serving = Serving(settings, role)
     await serving.start({SERVICES[role]: Anything()}, CollectorRegistry() if role == "orchestrator" else None)
-    mode = settings.verifier.name
-    if mode == "dies-later":
-        await asyncio.sleep(0.2)
-        sys.exit("died of old age")
-    if mode == "stubborn":
+    if settings.verifier.name == "stubborn":
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await asyncio.sleep(600)
     await serving.until_stopped()
 
 
 def main() -> None:
-    """Be the service that the settings describe; `verifier.name` may be dies, hangs, dies-later or stubborn."""
+    """Be the service that the settings describe; `verifier.name` may be dies, hangs or stubborn."""
     settings = load_settings()
     print(f"arguments: {' '.join(sys.argv[1:])}", flush=True)
     if settings.verifier.name == "dies":

@@ -33,7 +33,6 @@ from services.drafter.worker import Worker
 from tests.fake_service import SERVICES
 from tests.processes import Service, StartService
 from tests.sessions import continuation, hidden_states, values
-from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB
 
 LAYERS = (2, 3, 1)
@@ -186,11 +185,7 @@ async def fed(features: Features) -> AsyncIterator[Features]:
 
 WINDOW = 24
 IDS = list(range(7, 47))
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, tokenizer=False)
+TINY_TARGET = {"vocab": VOCAB, "layers": 6, "tokenizer": False}
 
 
 @pytest.fixture(scope="module")

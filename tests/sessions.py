@@ -20,30 +20,8 @@ from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree, extend
 from coppice.v1 import drafter_pb2, verifier_pb2
+from coppice.wire import drafter, verifier
 from coppice.wire.common import FeatureRef, Features, Fence, committed_hash
-from coppice.wire.drafter import (
-    Advance,
-    DraftOpened,
-    DraftStep,
-    HeadDescription,
-    OpenDraft,
-    TreeDelta,
-    draft_request_to_wire,
-    read_draft_response,
-    read_head,
-)
-from coppice.wire.verifier import (
-    OpenSession,
-    SessionOpened,
-    TargetDescription,
-    Verdict,
-    VerifyStep,
-    fetch_to_wire,
-    read_fed,
-    read_target,
-    read_verify_response,
-    verify_request_to_wire,
-)
 
 VOCAB = 1100  # more ids than a row may hold
 IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
@@ -64,13 +42,13 @@ class VerifierClient:
         self.sampling = options.pop("sampling", SamplingParams())
         stop_ids = frozenset(options.pop("stop_ids", ()))
         max_len = options.pop("max_len", len(ids) + 64)
-        self.opening = OpenSession(session, list(ids), self.sampling, stop_ids, max_len, **options)
+        self.opening = verifier.OpenSession(session, list(ids), self.sampling, stop_ids, max_len, **options)
         self.call = stub.Verify()
         self.root = -1
 
     async def open(self) -> VerifierClient:
         opened = await self.ask(self.opening)
-        assert isinstance(opened, SessionOpened)
+        assert isinstance(opened, verifier.SessionOpened)
         assert opened.fence == self.fence(0)
         self.opened, self.root = opened, self.draw(opened)
         return self
@@ -78,60 +56,62 @@ class VerifierClient:
     def fence(self, step: int) -> Fence:
         return Fence(step, len(self.committed), committed_hash(self.committed))
 
-    def draw(self, said: SessionOpened | Verdict) -> int:
+    def draw(self, said: verifier.SessionOpened | verifier.Verdict) -> int:
         """The next root, drawn here unless the verifier drew it."""
         assert said.next is not None
         if said.next.row is None:
             return said.next.drawn_id
         return draw(said.next.row.ids, said.next.row.log_probs, self.sampling.seed, len(self.committed))
 
-    async def verify(self, tree: DraftTree | None = None, **changes: Any) -> Verdict:
+    async def verify(self, tree: DraftTree | None = None, **changes: Any) -> verifier.Verdict:
         """One step: commit the root and what is accepted, and draw the next root. The whole tree is verified."""
         tree = DraftTree.empty() if tree is None else tree
-        step = VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
+        step = verifier.VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
         verdict = await self.ask(replace(step, **changes))
-        assert isinstance(verdict, Verdict)
+        assert isinstance(verdict, verifier.Verdict)
         self.step_number += 1
         self.committed += [self.root, *(int(tree.tokens[node - 1]) for node in verdict.accepted)]
         assert verdict.fence == self.fence(self.step_number)
         self.root = -1 if verdict.next is None else self.draw(verdict)
         return verdict
 
-    async def ask(self, request: OpenSession | VerifyStep) -> SessionOpened | Verdict:
-        return await self.say(verify_request_to_wire(request))
+    async def ask(
+        self, request: verifier.OpenSession | verifier.VerifyStep
+    ) -> verifier.SessionOpened | verifier.Verdict:
+        return await self.say(verifier.verify_request_to_wire(request))
 
-    async def say(self, message: Any) -> SessionOpened | Verdict:
+    async def say(self, message: Any) -> verifier.SessionOpened | verifier.Verdict:
         try:
             await self.call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self.ending() from None
         return await self.read()
 
-    async def read(self) -> SessionOpened | Verdict:
+    async def read(self) -> verifier.SessionOpened | verifier.Verdict:
         try:
             answer = await self.call.read()
         except grpc.aio.AioRpcError:
             raise await self.ending() from None
         if answer is grpc.aio.EOF:
             raise await self.ending()
-        return read_verify_response(answer)
+        return verifier.read_verify_response(answer)
 
     async def ending(self) -> CoppiceError:
         code, details = await self.call.code(), await self.call.details()
         return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
 
 
-async def target_of(stub: Any) -> TargetDescription:
-    return read_target(await stub.DescribeTarget(verifier_pb2.DescribeTargetRequest()))
+async def target_of(stub: Any) -> verifier.TargetDescription:
+    return verifier.read_target(await stub.DescribeTarget(verifier_pb2.DescribeTargetRequest()))
 
 
-async def described(service: Any, idle: bool = False) -> TargetDescription:
+async def described(service: Any, idle: bool = False) -> verifier.TargetDescription:
     """What a verifier says of itself; when it is idle, if that is asked for."""
     async with verifying(service) as stub:
         return await (until_idle if idle else target_of)(stub)
 
 
-async def until_idle(stub: Any) -> TargetDescription:
+async def until_idle(stub: Any) -> verifier.TargetDescription:
     """What the verifier says when all sessions are closed and their KV is free."""
     for _ in range(1000):
         now = await target_of(stub)
@@ -145,7 +125,7 @@ async def rows_to(call: Any, end: int) -> list[Features]:
     """Feature rows of a stream up to a position."""
     parts: list[Features] = []
     while not parts or parts[-1].start + parts[-1].count < end:
-        item = read_fed(await call.read(), 0)
+        item = verifier.read_fed(await call.read(), 0)
         assert isinstance(item, Features)
         parts.append(item)
     return parts
@@ -154,7 +134,7 @@ async def rows_to(call: Any, end: int) -> list[Features]:
 async def fetch(stub: Any, ref: FeatureRef) -> list[Features]:
     """Feature rows of a window; what the session commits is not waited for."""
     try:
-        return await rows_to(stub.FetchFeatures(fetch_to_wire(ref)), ref.start + ref.count)
+        return await rows_to(stub.FetchFeatures(verifier.fetch_to_wire(ref)), ref.start + ref.count)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
 
@@ -219,13 +199,13 @@ class DrafterClient:
     def __init__(self, stub: Any, ids: Sequence[int] = TEXT, **options: Any) -> None:
         self.committed = list(ids)
         self.step_number = 0
-        self.opening = OpenDraft("s", list(ids), options.pop("sampling", SamplingParams()), **options)
+        self.opening = drafter.OpenDraft("s", list(ids), options.pop("sampling", SamplingParams()), **options)
         self.call = stub.Draft()
 
     async def open(self) -> DrafterClient:
-        await self.call.write(draft_request_to_wire(self.opening))
+        await self.call.write(drafter.draft_request_to_wire(self.opening))
         self.opened: Any = await self.read()
-        assert isinstance(self.opened, DraftOpened)
+        assert isinstance(self.opened, drafter.DraftOpened)
         return self
 
     async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:
@@ -236,40 +216,40 @@ class DrafterClient:
             "committed_len": len(self.committed),
             "committed_hash": committed_hash(self.committed),
         }
-        advance = Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
-        step = DraftStep(Fence(**(fence | changes)), root, budget, advance)
-        await self.call.write(draft_request_to_wire(step))
+        advance = drafter.Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
+        step = drafter.DraftStep(Fence(**(fence | changes)), root, budget, advance)
+        await self.call.write(drafter.draft_request_to_wire(step))
 
-    async def read(self) -> TreeDelta | int:
+    async def read(self) -> drafter.TreeDelta | int:
         try:
             message = await self.call.read()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         if message is grpc.aio.EOF:
             raise EOFError(await self.call.code())
-        return read_draft_response(message)
+        return drafter.read_draft_response(message)
 
-    async def tree(self) -> TreeDelta:
+    async def tree(self) -> drafter.TreeDelta:
         """Deltas up to the last, as one."""
         nodes, q_rows = DraftTree.empty(), None
         while True:
             delta = await self.read()
-            assert isinstance(delta, TreeDelta)
+            assert isinstance(delta, drafter.TreeDelta)
             nodes = extend(nodes, delta.nodes)
             q_rows = delta.q_rows
             if delta.last:
-                return TreeDelta(delta.fence, nodes, True, delta.forward_ns, delta.total_ns, q_rows)
+                return drafter.TreeDelta(delta.fence, nodes, True, delta.forward_ns, delta.total_ns, q_rows)
 
-    async def draft(self, root: int, commit: Sequence[int] = (), budget: int = 16) -> TreeDelta:
+    async def draft(self, root: int, commit: Sequence[int] = (), budget: int = 16) -> drafter.TreeDelta:
         await self.send(root, commit, budget)
         return await self.tree()
 
 
-async def head_of(stub: Any) -> HeadDescription:
-    return read_head(await stub.DescribeHead(drafter_pb2.DescribeHeadRequest()))
+async def head_of(stub: Any) -> drafter.HeadDescription:
+    return drafter.read_head(await stub.DescribeHead(drafter_pb2.DescribeHeadRequest()))
 
 
-async def drafter_idle(stub: Any) -> HeadDescription:
+async def drafter_idle(stub: Any) -> drafter.HeadDescription:
     """What the drafter says when all sessions are closed."""
     for _ in range(500):
         if not (head := await head_of(stub)).sessions:

@@ -12,7 +12,9 @@ END_OF_TEXT = "<|end|>"
 HEADER = """context_length=max_position_embeddings block_count=num_hidden_layers embedding_length=hidden_size
 feed_forward_length=intermediate_size rope.dimension_count=head_dim attention.head_count=num_attention_heads
 attention.head_count_kv=num_key_value_heads attention.layer_norm_rms_epsilon=rms_norm_eps vocab_size=vocab_size"""
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHAT_TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% for tool in tools or () %}<tool_call> {{ tool.function.name }}
+{% endfor %}assistant:"""
 
 
 def make_target(

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from coppice import limits
-from coppice.backoff import Backoff
-from coppice.errors import InvalidField, Unavailable
+from coppice.errors import Backoff, InvalidField, Unavailable
 from coppice.rpc.redis_connection import TIMEOUT_S, Connection
 
 log = structlog.get_logger()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import MAX_UINT32, SamplingParams
+from coppice.wire.common import Grammar
 from coppice.wire.generation import ChatMessage, GenerationRequest
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
@@ -45,6 +47,9 @@ class Options(Draws, total=False):
     ignore_eos: Annotated[bool, "go on past end-of-text ids"]
     log_probs: Annotated[bool, "also return the target's raw log-probabilities"]
     prediction: Annotated[str | Sequence[int], "what the answer is expected to be: a look-up head drafts from it"]
+    structured_outputs: Annotated[
+        Mapping[str, Any] | None, "what the whole answer must be: one of json (a schema), regex, choice, grammar (Lark)"
+    ]
     resume_ids: Annotated[Sequence[int], "new tokens held from an earlier stream of this request, to go on behind"]
     trees: Annotated[bool, "also return the tree that each step verified"]
     pq: Annotated[bool, "classic p/q rejection of a sampled chain instead of keyed noise"]
@@ -91,6 +96,7 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
     if fields.get("budget") is not None:
         limits.check_range("budget", fields["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
+    structured = fields.pop("structured_outputs", None)
     stop, prediction = fields.pop("stop", ()), fields.pop("prediction", ())
     is_text = isinstance(prediction, str)
     return GenerationRequest(
@@ -104,8 +110,39 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
         want_trees=fields.pop("trees", False),
         prediction_text=prediction if is_text else None,
         prediction_ids=None if is_text or not len(prediction) else _read_ids("prediction", prediction),
+        grammar=None if structured is None else _read_grammar(structured),
         **fields,
     )
+
+
+def to_json(field: str, value: Any) -> str:
+    """A value as JSON. Raises InvalidField naming the field when it is no JSON, or is nested too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField(field, f"is no JSON: {error}") from None
+
+
+_GRAMMARS = {
+    "json": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}  # by the option's names
+
+
+def _read_grammar(structured: Mapping[str, Any]) -> Grammar:
+    """The grammar of the option `structured_outputs`."""
+    if len(structured) != 1 or not structured.keys() <= _GRAMMARS.keys():
+        raise InvalidField("structured_outputs", f"gives one of {', '.join(_GRAMMARS)}")
+    [(name, value)] = structured.items()
+    field = f"structured_outputs.{name}"
+    if name in ("json", "choice") and not isinstance(value, str):
+        value = to_json(field, value)
+    if not isinstance(value, str):
+        raise InvalidField(field, "is no text")
+    limits.check_range(field, len(value), 1, limits.MAX_GRAMMAR_CHARS)
+    return Grammar(_GRAMMARS[name], value)
 
 
 def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tuple[ChatMessage, ...] | None]:
@@ -119,8 +156,9 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tu
     messages = []
     for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
         if isinstance(part, Mapping):
-            if not {"role", "content"} <= part.keys() <= ChatMessage.__dataclass_fields__.keys():
-                raise InvalidField("prompt", "a message has role and content, and may have reasoning_content and name")
+            names = list(ChatMessage.__dataclass_fields__)
+            if not {"role", "content"} <= part.keys() <= {*names}:
+                raise InvalidField("prompt", f"a message has role and content, and may have {', '.join(names[2:])}")
             part = ChatMessage(**part)
         if not isinstance(part, ChatMessage) or not all(isinstance(text, str) for text in astuple(part)):
             raise InvalidField("prompt", "messages consist of texts alone")

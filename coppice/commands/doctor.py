@@ -16,6 +16,7 @@ from rich.table import Table
 
 from coppice import __version__
 from coppice.client.client import Client, default_address
+from coppice.commands.generate import Address
 from coppice.config.model import GIB, ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
@@ -38,9 +39,7 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    address: Annotated[
-        str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")
-    ] = None,
+    address: Address = None,
     target: Annotated[
         Path | None, typer.Option(help="A model's folder or GGUF file: does it fit the device that the settings name?")
     ] = None,

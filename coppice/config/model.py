@@ -237,7 +237,8 @@ class ModelSize:
             return kv_tokens
         where = f"{devices} x {device}" if devices > 1 else device
         reserve = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
-        enough = self._ranks_for(need / usable) if on_cuda and usable else 0
+        counts = range(ceil(need / usable), self.kv_heads + 1) if on_cuda and usable else ()
+        enough = next((count for count in counts if self.kv_heads % count == 0), 0)
         advice = f"{enough} ranks on as many such devices would hold them; " if enough else ""
         raise InvalidField(
             "verifier.ranks" if enough else "target",
@@ -251,10 +252,6 @@ class ModelSize:
             reason = f"{left / GIB:.1f} GiB are left" if self.kv else "config.json does not tell what a token takes"
             raise InvalidField("verifier.kv_tokens", f"0 takes what the device has left for KV, and {reason}")
         return int(share * left / self.kv) // BLOCK_SIZE * BLOCK_SIZE
-
-    def _ranks_for(self, devices: float) -> int:
-        """The least number of ranks that share the key heads and have so many devices; 0 if there is none."""
-        return next((ranks for ranks in range(ceil(devices), self.kv_heads + 1) if self.kv_heads % ranks == 0), 0)
 
 
 def head_bytes(drafters: Sequence[str], target: str | Path, dtype: str) -> int:

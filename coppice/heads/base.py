@@ -7,24 +7,32 @@ has checked ids, budgets and lengths, and turns what it raises into the end of o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from coppice.config.sections import DrafterSettings
-from coppice.errors import Overloaded
+from coppice.config.model import text_config
+from coppice.config.sections import HEADS, DrafterSettings
+from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.limits import MAX_HEAD_NODES
+from coppice.machine import extension
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
+from coppice.telemetry import WARMING_UP
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
 if TYPE_CHECKING:
     from coppice.adaptation.weights import Weights
     from coppice.engine.kv_cache import KVPool
+
+log = structlog.get_logger()
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
 DEPTH_OF_BLOCK = 32  # as deep as the block says
@@ -182,3 +190,45 @@ class KVHead(Head):
         except Overloaded:
             return False
         return True
+
+
+# --- the kinds of heads: their modules, and torch with them, are imported only when they are built ---
+
+# kind: (module, function that takes DrafterSettings and returns a Head)
+_BUILDERS = MappingProxyType(
+    {
+        **dict.fromkeys(("bigram", "lookup"), ("coppice.heads.ngram", "NgramHead")),
+        "lm": ("coppice.heads.lm", "LanguageModelHead"),
+        "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
+        "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
+        **dict.fromkeys(("dflash", "jetspec", "dspark"), ("coppice.heads.block_head", "MaskedBlockHead")),
+    }
+)
+
+
+def build_head(settings: DrafterSettings) -> Head:
+    """Build the head of `settings.kind`. Raises as our builder does, and InvalidField whatever a package's raises."""
+    if settings.kind in _BUILDERS:
+        module, function = _BUILDERS[settings.kind]
+        head: Head = getattr(import_module(module), function)(settings)
+        return head
+    builder: Callable[[DrafterSettings], Head] = extension(HEADS, settings.kind, "drafter.kind")
+    try:
+        return builder(settings)
+    except CoppiceError:
+        raise
+    except Exception as error:
+        log.exception("the head cannot be built", kind=settings.kind)
+        reason = f"{settings.kind} cannot be built: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidField("drafter.kind", reason) from None
+
+
+def served_head(settings: DrafterSettings) -> Head:
+    """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
+    head = build_head(settings)
+    tokens = text_config(settings.target).get("max_position_embeddings") or 0 if settings.target else 0
+    if 0 < head.max_context < tokens:
+        log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)
+    log.info(WARMING_UP)
+    head.warm_up()
+    return head

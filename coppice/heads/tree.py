@@ -239,7 +239,7 @@ class Ranking:
         width = max(1, *widths) + coupled  # room for a greedy token that the noise puts behind the others
         ranked = self.likeliest(logits, width, greedy, None if buckets is None else buckets[..., None])
         for tree, rows in zip(trees, slices, strict=True):
-            tree.grow(Blocks._make([part[rows] for part in ranked]), widths, deeper)
+            tree.grow(Blocks._make(part[rows] for part in ranked), widths, deeper)
 
     def cross(self, trees: Sequence[BlockTree], logits: Tensor, width: int) -> None:
         """Add all paths over slots that know nothing of one another: (J, K, V) float32 logits, which change."""

@@ -396,8 +396,10 @@ class Serving:
     async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
         """Serve until SIGTERM, SIGINT or `failed`, then let sessions end and stop; returns the process's exit code."""
         failed = failed or asyncio.Event()
-        background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
-        await self.leaving.wait()
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (self.leaving, failed)]
+        background = [asyncio.create_task(self.waits.end_on_drain()), *ends]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        self.leaving.set()
         await asyncio.gather(*self._registered, return_exceptions=True)
         self.draining.set()
         self.health.not_ready(*self._services)
@@ -407,10 +409,6 @@ class Serving:
             task.cancel()
         log.info("stopped", role=self.role)
         return 1 if failed.is_set() else 0
-
-    async def _leave_on(self, failed: asyncio.Event) -> None:
-        await failed.wait()
-        self.leaving.set()
 
 
 def run_service(

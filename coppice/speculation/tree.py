@@ -124,6 +124,22 @@ def extend(tree: DraftTree, *deltas: DraftTree) -> DraftTree:
     return DraftTree(*(np.concatenate([getattr(part, name) for part in (tree, *deltas)]) for name, _, _ in _FIELDS))
 
 
+def graft(tree: DraftTree, tokens: Sequence[int]) -> DraftTree:
+    """The tree with a branch of these tokens from the root, each as certain as the root; its own nodes stay."""
+    known, children, log_probs = tree.tokens.tolist(), tree.children(), tree.log_probs.copy()
+    at = depth = 0
+    for token in tokens:
+        same = [child for child in children[at] if known[child - 1] == token]
+        if not same:
+            break
+        at, depth = same[0], depth + 1
+        log_probs[at - 1] = 0
+    rest, size = tokens[depth:], len(tree)
+    parents = [at, *range(size + 1, size + len(rest))][: len(rest)]
+    branch = DraftTree(np.array(rest, np.int64), np.array(parents, np.int64), np.zeros(len(rest), np.float32))
+    return extend(DraftTree(tree.tokens, tree.parents, log_probs), branch)
+
+
 def union(trees: Sequence[DraftTree]) -> DraftTree:
     """Splice the heads' trees under one root.
 
@@ -150,9 +166,7 @@ def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
     # A parent is never below its child and has the lower number, so a stable order lists it first.
     ranked = np.argsort(-path_scores(tree), kind="stable")
     kept = np.sort(ranked[:budget]) + 1
-    numbers = np.zeros(len(tree) + 1, np.int64)
-    numbers[kept], at = np.arange(1, budget + 1), kept - 1
-    return DraftTree(tree.tokens[at], numbers[tree.parents[at]], tree.log_probs[at]), kept
+    return select(tree, kept), kept
 
 
 def path_scores(tree: DraftTree) -> NDArray[np.float64]:
@@ -161,6 +175,13 @@ def path_scores(tree: DraftTree) -> NDArray[np.float64]:
     for score, parent in zip(tree.log_probs.tolist(), tree.parents.tolist(), strict=True):
         scores.append(min(score, scores[parent]))
     return np.array(scores[1:])
+
+
+def select(tree: DraftTree, kept: IntArray) -> DraftTree:
+    """The tree of these nodes, ascending and with all their ancestors, numbered anew in their order."""
+    numbers = np.zeros(len(tree) + 1, np.int64)
+    numbers[kept], at = np.arange(1, kept.size + 1), kept - 1
+    return DraftTree(tree.tokens[at], numbers[tree.parents[at]], tree.log_probs[at])
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

@@ -210,7 +210,7 @@ def preflight(spec: StackSpec, settings: Settings) -> int:
                 choose = "choose another port, or 0 for a free one"
                 raise InvalidField(name, f"{host}:{port} cannot be used ({reason}); {choose}")
     kv_tokens = check_target(spec, settings)
-    _check_device("drafter.device", settings.drafter.device)
+    check_device("drafter.device", settings.drafter.device)
     for head in spec.heads:
         try:
             if head.kind == "lm" and head.path:
@@ -225,7 +225,7 @@ def check_target(spec: StackSpec, settings: Settings) -> int:
     verifier, flags = settings.verifier, spec.extra.get("verifier", {})
     ranks = int(flags.get("verifier.ranks", verifier.ranks))
     kv_tokens = int(flags.get("verifier.kv_tokens", verifier.kv_tokens))
-    _check_device("verifier.device", verifier.device, ranks)
+    check_device("verifier.device", verifier.device, ranks)
     model.text_ends(spec.target)
     size = model.ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
@@ -256,7 +256,7 @@ def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[s
         yield "chats will be refused: this target's chat template does not end"
 
 
-def _check_device(field: str, device: str, ranks: int = 1) -> None:
+def check_device(field: str, device: str, ranks: int = 1) -> None:
     """Raise InvalidField unless torch can use a device here, or so many. torch is loaded for it, but for the CPU."""
     if device == "cpu":
         return

@@ -27,14 +27,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from coppice.config.model import GIB
+from coppice.config.model import GIB, read_tokenizer
 from coppice.engine.engine import Engine, default_feature_layers
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
 from coppice.limits import BLOCK_SIZE
-from coppice.training.data import Corpus, DataError, Domain, Messages, check_held_out, load_tokenizer, read_corpora
+from coppice.training.data import Corpus, DataError, Domain, Messages, check_held_out, read_corpora
 
 LONGEST_CHUNK = 128  # ids of a text in a forward
 BESIDE = 8  # ids of a text that are fed beside the latest ones of others
@@ -370,7 +370,7 @@ class _Recorder:
         self, answers: TargetAnswers, corpora: Sequence[Corpus], target: Path, progress: Callable[[int, int], None]
     ) -> None:
         self.answers, self.progress, self.file = answers, progress, answers.folder / BEGUN
-        self.tokenizer, self.corpora = load_tokenizer(target), {corpus.name: corpus for corpus in corpora}
+        self.tokenizer, self.corpora = read_tokenizer(target), {corpus.name: corpus for corpus in corpora}
         self.begun: dict[_Shard, list[_Text]] = {}  # of shards that are not complete
         self.recorded = 0  # tokens of complete shards
 

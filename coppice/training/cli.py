@@ -93,6 +93,9 @@ def train_head(
     target = as_folder("target", find_model(None, target, None)[0] or target)
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
+    import torch
+
+    from coppice.stack.spec import check_device
     from coppice.training import heads, trainer
     from coppice.training.answers import READ_TIMES, AnswerPlan, record_answers
     from coppice.training.losses import fast_dtype
@@ -100,7 +103,8 @@ def train_head(
 
     if dtype not in ("", *get_args(Dtype)):
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(get_args(Dtype))}", param_hint="--dtype")
-    dtype = dtype or str(fast_dtype(trainer.usable_device(device))).removeprefix("torch.")
+    check_device("device", device)
+    dtype = dtype or str(fast_dtype(torch.device(device))).removeprefix("torch.")
     read, fields = _layers(layers), _fields(shape)
     build = heads.FeatureHeadInTraining
     if kind not in FEATURE_KINDS:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from coppice.errors import InvalidField
@@ -221,11 +220,6 @@ def _messages(given: Any, where: str) -> Messages:
         if not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} has no role")
     return messages
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder, without transformers' wrapper."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from coppice.errors import InvalidField
 from coppice.training.answers import write_whole
 from coppice.training.data import Reader, check_held_out, held_out_batches
 from coppice.training.heads import HeadInTraining, TrainingConfig
@@ -296,11 +295,3 @@ def stop_signal() -> Iterator[Event]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def usable_device(name: str) -> torch.device:
-    """Return the device of that name. Raises InvalidField when tensors cannot be put there."""
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise InvalidField("device", f"{name}: {str(error).partition(chr(10))[0]}") from None

@@ -37,7 +37,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees", "top_log_probs", "want_prompt_log_probs", "min_tokens", "prediction_text", "prediction_ids")
+    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees", "top_log_probs", "want_prompt_log_probs", "min_tokens", "prediction_text", "prediction_ids", "grammar", "template_arguments", "stop_token_ids", "include_stop", "keep_special_tokens", "want_prompt_ids")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,12 @@ class GenerateRequest(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TEXT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANT_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: TokenIds
     chat: Chat
@@ -76,7 +82,13 @@ class GenerateRequest(_message.Message):
     min_tokens: int
     prediction_text: str
     prediction_ids: TokenIds
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_tokens: _Optional[int] = ..., prediction_text: _Optional[str] = ..., prediction_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    grammar: _common_pb2.Grammar
+    template_arguments: str
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    include_stop: bool
+    keep_special_tokens: bool
+    want_prompt_ids: bool
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_tokens: _Optional[int] = ..., prediction_text: _Optional[str] = ..., prediction_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., template_arguments: _Optional[str] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop: bool = ..., keep_special_tokens: bool = ..., want_prompt_ids: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -91,16 +103,20 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "reasoning_content", "name")
+    __slots__ = ("role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     reasoning_content: str
     name: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    tool_calls: str
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "chunk", "finished")

@@ -23,7 +23,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs", "prompt_tokens", "top_log_probs", "want_prompt_log_probs", "min_len", "salt")
+    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs", "prompt_tokens", "top_log_probs", "want_prompt_log_probs", "min_len", "salt", "grammar")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class OpenSession(_message.Message):
     WANT_PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_LEN_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     session: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -50,10 +51,11 @@ class OpenSession(_message.Message):
     want_prompt_log_probs: bool
     min_len: int
     salt: str
-    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ..., prompt_tokens: _Optional[int] = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_len: _Optional[int] = ..., salt: _Optional[str] = ...) -> None: ...
+    grammar: _common_pb2.Grammar
+    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ..., prompt_tokens: _Optional[int] = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_len: _Optional[int] = ..., salt: _Optional[str] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("fence", "next", "features", "timings", "top", "prompt_log_probs", "prompt_top", "cached_tokens")
+    __slots__ = ("fence", "next", "features", "timings", "top", "prompt_log_probs", "prompt_top", "cached_tokens", "forced")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +64,7 @@ class SessionOpened(_message.Message):
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     next: NextRoot
     features: _common_pb2.Features
@@ -70,7 +73,8 @@ class SessionOpened(_message.Message):
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
     cached_tokens: int
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    forced: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., forced: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
     __slots__ = ("fence", "root", "tree", "q_rows", "whole_tree")
@@ -87,7 +91,7 @@ class VerifyStep(_message.Message):
     def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., root: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., q_rows: _Optional[bytes] = ..., whole_tree: bool = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("fence", "accepted", "next", "verified", "features", "rejection", "log_probs", "timings", "pruned", "budget_hint", "top")
+    __slots__ = ("fence", "accepted", "next", "verified", "features", "rejection", "log_probs", "timings", "pruned", "budget_hint", "top", "forced")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +103,7 @@ class Verdict(_message.Message):
     PRUNED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_HINT_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     accepted: _containers.RepeatedScalarFieldContainer[int]
     next: NextRoot
@@ -110,7 +115,8 @@ class Verdict(_message.Message):
     pruned: bool
     budget_hint: int
     top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., verified: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., pruned: bool = ..., budget_hint: _Optional[int] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
+    forced: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., verified: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., pruned: bool = ..., budget_hint: _Optional[int] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., forced: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NextRoot(_message.Message):
     __slots__ = ("row", "drawn_id", "drawn_log_prob")

@@ -105,6 +105,16 @@ class Features:
     ref: FeatureRef | None = None
 
 
+@carried_by(common.Grammar)
+class Grammar:
+    """What a whole answer must be: a JSON schema, a regular expression, a JSON list of texts, or a grammar in
+    llguidance's dialect of Lark.
+    """
+
+    kind: Annotated[str, Among(("json", "regex", "choice", "lark"))]
+    text: Annotated[str, Length(1, limits.MAX_GRAMMAR_CHARS)]
+
+
 @carried_by(common.Rejection)
 class Rejection:
     """Where the walk left the tree, and the token that the target chose there (SpecBlock, section 3.4)."""

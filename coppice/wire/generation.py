@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, astuple, field, replace
 from enum import IntEnum
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -14,7 +15,18 @@ from coppice.limits import Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
 from coppice.wire.codec import Among, AsLongAs, Conversion, Length, OneOf, Within, carried_by, codec
-from coppice.wire.common import ANYWHERE, NODES, DefaultPenalty, Node, Position, Sampling, TopLogProbs, check_bias
+from coppice.wire.common import (
+    ANYWHERE,
+    NODES,
+    DefaultPenalty,
+    Grammar,
+    Node,
+    Position,
+    Sampling,
+    TokenId,
+    TopLogProbs,
+    check_bias,
+)
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
@@ -28,19 +40,24 @@ class Origin(IntEnum):
 
 @carried_by(generation.ChatMessage)
 class ChatMessage:
-    """One message of a conversation; role is system, user or assistant. What is empty is not there."""
+    """One message of a conversation; role is system, user, assistant or tool. What is empty is not there."""
 
-    role: Annotated[str, Among(("system", "user", "assistant"))]
+    role: Annotated[str, Among(("system", "user", "assistant", "tool"))]
     content: str
     reasoning_content: str = ""
     """what an assistant thought before it answered"""
     name: str = ""
-    """of who speaks"""
+    """of who speaks, or of the tool that answers"""
+    tool_calls: str = ""
+    """an assistant's calls of tools, as a JSON list in OpenAI's form"""
+    tool_call_id: str = ""
+    """of the call that a tool answers"""
 
     @property
-    def fields(self) -> dict[str, str]:
+    def fields(self) -> dict[str, Any]:
         """The message as chat templates know it."""
-        return {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
+        fields = {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
+        return fields | ({"tool_calls": json.loads(self.tool_calls)} if self.tool_calls else {})
 
 
 def _wrapped_ids(least: int) -> Conversion:
@@ -90,6 +107,17 @@ class GenerationRequest:
     prediction_text: str | None = None
     prediction_ids: Annotated[tuple[int, ...] | None, _wrapped_ids(0)] = None
     """what the answer is expected to be, as text or as ids; not both"""
+    grammar: Grammar | None = None
+    """what the whole answer must be"""
+    template_arguments: Annotated[str, Length(0, limits.MAX_PROMPT_CHARS)] = ""
+    """what the chat template is given beside the messages, as a JSON object"""
+    stop_token_ids: Annotated[tuple[TokenId, ...], Length(0, limits.MAX_STOP_IDS)] = ()
+    """ids that end the text beside the end-of-text ids"""
+    include_stop: bool = False
+    """what ended the text is part of it"""
+    keep_special_tokens: bool = False
+    """special tokens are part of the text"""
+    want_prompt_ids: bool = False
     pq: bool = False
     coupled: bool = True
     whole_tree: bool = False
@@ -107,7 +135,7 @@ class Started:
     seed: int = 0
     """of the draws: the request's own, or the one that was drawn for it"""
     prompt_ids: tuple[int, ...] = ()
-    """of a request that wants the prompt's log-probabilities, which are those of the ids behind the first one"""
+    """of a request that wants them, or their log-probabilities, which are those of the ids behind the first one"""
     prompt_log_probs: tuple[float, ...] = ()
     prompt_top: tuple[TopLogProbs, ...] = ()
 
@@ -287,11 +315,12 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
     limits.check_ids("prediction", request.prediction_ids or (), vocab_size)
+    limits.check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
     limits.check_range("prediction", len(request.prediction_text or ""), 0, limits.MAX_PROMPT_CHARS)
     if request.text is not None:
         limits.check_range("text", len(request.text), 1, limits.MAX_PROMPT_CHARS)
     if request.chat is not None:
-        characters = sum(len(text) for part in request.chat for text in part.fields.values())
+        characters = sum(len(text) for part in request.chat for text in astuple(part))
         limits.check_range("chat.messages", characters, 0, limits.MAX_PROMPT_CHARS)
     pq = message.accept_rule == generation.ACCEPT_RULE_PQ
     return replace(request, pq=pq, coupled=not message.uncoupled)

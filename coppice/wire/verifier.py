@@ -21,6 +21,7 @@ from coppice.wire.common import (
     FeatureRef,
     Features,
     Fence,
+    Grammar,
     HashOrNone,
     LogProb,
     Name,
@@ -37,6 +38,8 @@ from coppice.wire.common import (
     check_bias,
     rows_of,
 )
+
+Forced = Annotated[tuple[TokenId, ...], Length(0, limits.MAX_TREE_DEPTH)]
 
 
 @carried_by(verifier.NextRoot)
@@ -84,6 +87,8 @@ class OpenSession:
     min_len: int = 0
     salt: Salt = ""
     """whose session it is: it begins with cached blocks of sessions of the same"""
+    grammar: Grammar | None = None
+    """what the answer behind the prompt must be"""
 
 
 @carried_by(verifier.SessionOpened)
@@ -99,6 +104,7 @@ class SessionOpened:
     prompt_top: Annotated[tuple[TopLogProbs, ...], ANYWHERE] = ()
     cached_tokens: Position = 0
     """that were not prefilled again"""
+    forced: Forced = ()
 
 
 @carried_by(verifier.VerifyStep)
@@ -133,6 +139,8 @@ class Verdict:
     budget_hint: Node | None = None
     top: Annotated[tuple[TopLogProbs, ...], Length(0, limits.MAX_TREE_NODES + 1)] = ()
     """of the accepted tokens and of the next root"""
+    forced: Forced = ()
+    """ids that a grammar forces behind the next root, but for how the text is cut into ids: drafts of the next step"""
 
 
 @carried_by(verifier.Commit)

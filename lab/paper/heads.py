@@ -177,10 +177,7 @@ class ParallelSpecHead(AtOnceHead):
         """Read the masks' states."""
         inputs = self.inputs(self.root_rows(trees))  # of each job the last mask's row is kept
         masks = inputs.outputs[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
-        return self.timed(self._logits, inputs, masks)
-
-    def _logits(self, inputs: Inputs, masks: Tensor) -> Tensor:
-        logits: Tensor = self.model.read(self.run(inputs, masks)[masks])[0]
+        logits: Tensor = self.timed(lambda: self.model.read(self.run(inputs, masks)[masks])[0])
         return logits
 
     def run(self, inputs: Inputs, masks: Tensor | None = None) -> Tensor:

@@ -19,10 +19,11 @@ def train_target(
 ) -> None:
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
 
-    from coppice.training.trainer import Recipe, usable_device
+    from coppice.stack.spec import check_device
+    from coppice.training.trainer import Recipe
     from lab.pretrain.target import HOW, target_run
 
-    usable_device(device)
+    check_device("device", device)
     work, command = work_folder(out, resume), command_line("target", data, {"out": out.name, "tokens": str(tokens)})
     recipe = Recipe(tokens, adam=3e-3, small_batch=2048, batch=4096, length=256, long_length=512, eval_tokens=200_000)
     run = target_run(data, work, recipe, resume=resume, device=device, seed=seed)

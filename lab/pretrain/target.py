@@ -15,7 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coppice.training.data import END_OF_TEXT, Corpus, Domain, load_tokenizer, read_corpora
+from coppice.config.model import read_tokenizer
+from coppice.training.data import END_OF_TEXT, Corpus, Domain, read_corpora
 from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.trainer import Recipe, Trainer
 
@@ -69,7 +70,7 @@ class Texts:
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             train_tokenizer(chain.from_iterable(map(_tokenizer_text, corpora)), sizes, folder)
-        tokenizer, ids, self._domains = load_tokenizer(folder), list[int](), list[Domain]()
+        tokenizer, ids, self._domains = read_tokenizer(folder), list[int](), list[Domain]()
         self._facts: dict[str, dict[str, Any]] = {}
         for corpus in corpora:
             spans = []

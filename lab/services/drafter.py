@@ -10,12 +10,12 @@ import numpy as np
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.engine import default_feature_layers
-from coppice.heads import registry
+from coppice.heads import base
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.speculation.tree import DraftTree
 from coppice.stack.process import module_of
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
-from lab.services.asleep import Asleep, sleep_out
+from lab.services import Asleep, sleep_out
 
 RANKS = 8  # nodes of a level, the first of which goes on
 FIRST = 0.6  # share of the target's tokens that are the first of their level
@@ -65,5 +65,5 @@ class SleepingHead(Head):
 
 
 if __name__ == "__main__":
-    registry.build_head = SleepingHead
+    base.build_head = SleepingHead
     runpy.run_module(module_of("services.drafter"), run_name="__main__", alter_sys=True)

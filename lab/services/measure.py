@@ -19,7 +19,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.progress import Progress
 from lab.measuring import Bench, asking
 from lab.report import Check, costs, make_row
-from lab.services.asleep import Asleep
+from lab.services import Asleep
 
 HEAD = "asleep"
 ASLEEP = {**MODULES, "verifier": "lab.services.verifier", "drafter": "lab.services.drafter"}

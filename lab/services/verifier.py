@@ -16,7 +16,7 @@ from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import PackedBatch
 from coppice.limits import HASH_BYTES
 from coppice.stack.process import module_of
-from lab.services.asleep import Asleep, sleep_out
+from lab.services import Asleep, sleep_out
 
 
 class SleepingLogits:

@@ -12,8 +12,8 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import structlog
 from fastapi.exceptions import RequestValidationError
@@ -24,22 +24,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
+from coppice.config.token_bytes import TokenBytes
 from coppice.errors import Cancelled, CoppiceError, InvalidField
+from coppice.limits import MAX_TOP_LOG_PROBS
 from coppice.rpc.server import MAX_DETAILS
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
 
 from ..service import GenerationServicer
-from ..text import TokenBytes
 from .bodies import ChatBody, CompletionBody
+from .tools import AnswerParser, Call, ChatFormat, Json, Part
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-Json = dict[str, Any]
 Events = AsyncGenerator[tuple[int, StreamEvent], None]  # of all choices of a request, each with its choice's index
 
 _PING_S = 15  # between two signs of life in a stream
+_TAIL_IDS = 32  # of a prompt, in which a template may open what is thought
+_CALL_ID_CHARS = 9  # templates of Mistral take no others
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -61,21 +64,29 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait((working, leaving))
 
 
-async def streamed(request: Request, parts: AsyncGenerator[Json, None], idle_s: float) -> Response:
+async def streamed(
+    request: Request, parts: AsyncGenerator[Json, None], idle_s: float, headers: Mapping[str, str] = {}
+) -> Response:
     """Stream parts, and [DONE] behind them. An error before the first part is raised, a later one is a part."""
     first = await unless_gone(request, anext(parts))
-    return EventSourceResponse(_data(first, parts), sep="\n", ping=_PING_S, send_timeout=idle_s)
+    return EventSourceResponse(_data(first, parts), headers=headers, sep="\n", ping=_PING_S, send_timeout=idle_s)
 
 
 async def _data(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[dict[str, str]]:
     async with contextlib.aclosing(parts):
-        yield {"data": json.dumps(first)}
+        yield _event(first)
         try:
             async for part in parts:
-                yield {"data": json.dumps(part)}
+                yield _event(part)
         except Exception as error:
             yield {"data": json.dumps(describe_error(error)[1])}
     yield {"data": "[DONE]"}
+
+
+def _event(part: Json) -> dict[str, str]:
+    """A part as a server-sent event, which is named where the part has a type."""
+    name = {"event": part["type"]} if "type" in part else {}
+    return {**name, "data": json.dumps(part)}
 
 
 CODES = {
@@ -160,20 +171,40 @@ class Scored(NamedTuple):
 class AnswerChoice:
     """One answer as its events come in."""
 
-    def __init__(self, prompt: str | Sequence[int], tokens: TokenBytes, ends: Collection[int]) -> None:
-        """prompt: what the answer begins with, "" for nothing. ends: ids that end a text and are no part of it."""
+    def __init__(
+        self,
+        prompt: str | Sequence[int],
+        tokens: TokenBytes,
+        request: GenerationRequest,
+        ends: Collection[int] = (),
+        most_top: int = MAX_TOP_LOG_PROBS,
+        parser: AnswerParser | None = None,
+    ) -> None:
+        """prompt: what the answer begins with, "" for nothing. ends: ids that end a text and are no part of it.
+
+        most_top: ids that are told in place of a token. parser: what splits the text; None: all of it is content.
+        """
         self.folded = Accumulator()
+        self.started = Started(0, "", (), 0)
         self.echo = prompt if isinstance(prompt, str) else tokens.decode(prompt)
         self.prompt: list[Scored] = []
         self.tokens: list[Scored] = []
-        self._prompt, self._bytes, self._ends = prompt, tokens, ends
+        self.calls: list[Json] = []
+        self._texts = {"content": "", "reasoning_content": ""}
+        self._prompt, self._bytes, self._ends, self._parser = prompt, tokens, ends, parser
+        self._special, self._most_top = request.keep_special_tokens, most_top
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def add(self, event: StreamEvent) -> list[Scored]:
         """Take in an event; returns its tokens with their log-probabilities, when these were asked for."""
         self.folded.add(event)
-        if isinstance(event, Started) and event.prompt_ids:
+        if isinstance(event, Started):
+            self.started = event
+            if self._parser:
+                self._parser.begin(self._bytes.decode(event.prompt_ids[-_TAIL_IDS:]))
+            if not event.prompt_ids or not self._prompt:
+                return []
             text = self._prompt if isinstance(self._prompt, str) else None
             spelled = self._bytes.of_prompt(event.prompt_ids, text)
             self.echo = b"".join(spelled).decode(errors="replace")
@@ -182,11 +213,60 @@ class AnswerChoice:
             self._offset = len(self.echo)
             return self.prompt
         if isinstance(event, Chunk) and event.log_probs:
-            spelled = [b"" if token in self._ends else self._bytes.of(token) for token in event.ids]
+            spelled = [b"" if token in self._ends else self._bytes.of(token, self._special) for token in event.ids]
             scored = self._scored(spelled, event.log_probs, event.top)
             self.tokens += scored
             return scored
         return []
+
+    def deltas(self, event: StreamEvent) -> list[Json]:
+        """What an event adds to the message of a chat, in the form of OpenAI's deltas."""
+        text = event.text if isinstance(event, Chunk) else ""
+        if self._parser is None:
+            parts: Sequence[Part | Call] = [Part("content", text)] if text else []
+        else:
+            parts = self._parser.push(text, ended=isinstance(event, Finished))
+        deltas: list[Json] = []
+        for part in parts:
+            if isinstance(part, Part):
+                self._texts[part.kind] += part.text
+                deltas.append({part.kind: part.text})
+                continue
+            index, number = len(self.calls), uuid.uuid4().hex[:_CALL_ID_CHARS]
+            call = {"id": number, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+            begun = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
+            self.calls.append(call)
+            rest = {"index": index, "function": {"arguments": part.arguments}}
+            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+        return deltas
+
+    @property
+    def message(self) -> Json:
+        """The message of a chat that the deltas until now join to."""
+        content, reasoning = self._texts["content"], self._texts["reasoning_content"]
+        message: Json = {"role": "assistant", "content": content if content or not self.calls else None}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        return message | ({"tool_calls": self.calls} if self.calls else {})
+
+    def prompt_log_probs(self, most: int) -> list[Json | None]:
+        """vLLM's prompt_logprobs: of each id of the prompt, and of the `most` likeliest in its place."""
+        started, rows = self.started, list[Json | None]([None])
+        tops = itertools.chain(started.prompt_top, itertools.repeat(None))
+        for token, log_prob, top in zip(started.prompt_ids[1:], started.prompt_log_probs, tops, strict=False):
+            best = dict(zip(top.ids.tolist(), top.log_probs.tolist(), strict=True)) if top and most else {}
+            best = dict(itertools.islice(best.items(), most))
+            ranks = {likely: rank for rank, likely in enumerate(best, 1)}
+            rows.append(
+                {
+                    str(each): {
+                        "logprob": finite(value),
+                        "rank": ranks.get(each),
+                        "decoded_token": _printed(self._bytes.of(each, True)),
+                    }
+                    for each, value in ({token: log_prob} | best).items()
+                }
+            )
+        return rows
 
     def _scored(
         self, spelled: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
@@ -207,21 +287,35 @@ class AnswerChoice:
         if row is None:
             return []
         spelled = [self._bytes.of(token, True) for token in row.ids.tolist()]
-        return list(zip(spelled, map(finite, row.log_probs.tolist()), strict=True))
+        return list(zip(spelled, map(finite, row.log_probs.tolist()), strict=True))[: self._most_top]
 
 
 class HttpAnswer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
     def __init__(
-        self, service: GenerationServicer, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]
+        self,
+        service: GenerationServicer,
+        body: CompletionBody | ChatBody,
+        requests: Sequence[GenerationRequest],
+        chat: ChatFormat | None = None,
     ) -> None:
-        """requests: the body's, one a choice."""
+        """requests: the body's, one a choice. chat: what the target's templates have it write."""
         self._body, self._is_chat = body, isinstance(body, ChatBody)
-        self._only_prompt = body.echoes and body.max_tokens == 0
-        ends = () if body.ignore_eos else service.target.eos_ids
-        prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
-        self._choices = [AnswerChoice(prompt, service.token_bytes, ends) for prompt in prompts]
+        self._only_prompt = body.echoes and body.limit == 0
+        top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0
+        ends = {*body.stop_token_ids, *(() if body.ignore_eos else service.target.eos_ids)}
+        self._choices = [
+            AnswerChoice(
+                (request.ids or request.text or "") if body.echoes else "",
+                service.token_bytes,
+                request,
+                () if request.include_stop else ends,
+                top,
+                body.parser(chat, request) if isinstance(body, ChatBody) else None,
+            )
+            for request in requests
+        ]
         number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
         self._head: Json = {"id": number, "created": int(time.time()), "model": service.target.names[0]}
 
@@ -229,18 +323,39 @@ class HttpAnswer:
         """The body of a request that is not streamed."""
         async with contextlib.aclosing(events):
             async for index, event in events:
-                self._choices[index].add(event)
-        answers, choices = self._completions(), []
-        for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
-            text, tokens, reason = answer.text, choice.tokens, REASONS[answer.finish_reason]
-            if self._only_prompt:
-                text, tokens, reason = "", [], "length"
-            text, log_probs = choice.echo + text, self._log_probs([*choice.prompt, *tokens])
-            content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": reason})
+                choice = self._choices[index]
+                choice.add(event)
+                choice.deltas(event)
+        answers = self._completions()
+        choices = [
+            {"index": index, **self._whole_choice(choice, answer)}
+            for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True))
+        ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         usage, ours = self._usage(answers), self._coppice(answers)
-        return {"object": kind, **self._head, "choices": choices, "usage": usage, **ours}
+        prompt = self._prompt_fields(self._choices[0]) if self._is_chat else {}
+        return {"object": kind, **self._head, "choices": choices, "usage": usage, **prompt, **ours}
+
+    def _whole_choice(self, choice: AnswerChoice, answer: Completion) -> Json:
+        text, tokens, reason = answer.text, choice.tokens, self._reason(choice, answer.finish_reason)
+        if self._only_prompt:
+            text, tokens = "", []
+        content: Json = {"message": choice.message} if self._is_chat else {"text": choice.echo + text}
+        content |= {"token_ids": list(answer.ids)} if self._body.return_token_ids else {}
+        content |= {} if self._is_chat else self._prompt_fields(choice)
+        return {**content, "logprobs": self._log_probs([*choice.prompt, *tokens]), "finish_reason": reason}
+
+    def _reason(self, choice: AnswerChoice, reason: FinishReason) -> str:
+        """Why a choice ended, in OpenAI's words."""
+        if self._only_prompt:
+            return "length"
+        return "tool_calls" if choice.calls and reason in ("eos", "stop") else REASONS[reason]
+
+    def _prompt_fields(self, choice: AnswerChoice) -> Json:
+        """vLLM's fields about the prompt, as far as they are asked for."""
+        fields: Json = {"prompt_token_ids": list(choice.started.prompt_ids)} if self._body.return_token_ids else {}
+        most = self._body.prompt_logprobs
+        return fields | ({} if most is None else {"prompt_logprobs": choice.prompt_log_probs(most)})
 
     async def parts(self, events: Events) -> AsyncGenerator[Json, None]:
         """The parts of a stream; usage, if it is asked for, is in one with no choice behind all others."""
@@ -260,16 +375,29 @@ class HttpAnswer:
         """The parts that an event of a choice is."""
         choice = self._choices[index]
         scored = choice.add(event)
-        if isinstance(event, Started) and self._is_chat:
-            yield self._part(index, {"role": "assistant", "content": ""})
-        elif isinstance(event, Finished):
-            reason = "length" if self._only_prompt else REASONS[event.finish_reason]
-            ours = self._coppice([choice.folded.completion()])
+        if self._only_prompt and isinstance(event, Chunk):
+            return
+        fields: Json = {"logprobs": self._log_probs(scored) if scored else None}
+        if self._body.return_token_ids and isinstance(event, Chunk):
+            fields["token_ids"] = list(event.ids)
+        around = self._prompt_fields(choice) if isinstance(event, Started) else {}
+        contents: Sequence[Json | str]
+        if not self._is_chat:
+            fields |= around
+            contents = [choice.echo if isinstance(event, Started) else getattr(event, "text", "")]
+        elif isinstance(event, Started):
+            contents = [{"role": "assistant", "content": ""}]
+        else:
+            contents = choice.deltas(event)
+        if not any(contents):
+            contents = [{"content": ""} if self._is_chat else ""] if scored or len(fields) > 1 else []
+        for content in contents:
+            part = self._part(index, content, **fields)
+            yield part | around if self._is_chat else part
+            fields = {}
+        if isinstance(event, Finished):
+            reason, ours = self._reason(choice, event.finish_reason), self._coppice([choice.folded.completion()])
             yield self._part(index, {} if self._is_chat else "", finish_reason=reason) | ours
-        elif isinstance(event, Started) or not self._only_prompt:
-            text = choice.echo if isinstance(event, Started) else event.text
-            if text or scored:
-                yield self._part(index, {"content": text} if self._is_chat else text, logprobs=self._log_probs(scored))
 
     def _part(self, index: int | None = None, content: Json | str = "", **fields: Json | str | None) -> Json:
         """A part of a stream, of one choice or of none; of completions the content is text."""

@@ -50,8 +50,10 @@ from coppice.rpc.server import MAX_PARTS, most_calls, within
 from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 
 from ..service import GenerationServicer
-from .answers import Events, HttpAnswer, Json, error_response, finite, streamed, unless_gone
+from .answers import Events, HttpAnswer, error_response, finite, streamed, unless_gone
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_log_probs, naming_fields_of
+from .responses import ResponsesAnswer, ResponsesBody
+from .tools import ChatFormat, Json
 
 log = structlog.get_logger()
 
@@ -66,6 +68,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+MAX_TOKENS_HEADER = "x-coppice-max-tokens"
+"""How many new tokens an answer may have that was asked for with a larger limit"""
 
 
 def is_page_served(settings: Settings) -> bool:
@@ -111,6 +115,7 @@ class Api:
 
     def __init__(self, service: GenerationServicer, access: Access) -> None:
         self._service, self._access = service, access
+        self._chat = ChatFormat.of(service.codec.chat_template if service.codec else "", service.token_bytes)
         target = service.target
         about = {"object": "model", "created": int(time.time()), "owned_by": "coppice"}
         self._models = {name: {"id": name, **about, "max_model_len": target.max_len} for name in target.names}
@@ -136,6 +141,7 @@ class Api:
         yield "GET", "/v1/models/{name:path}", self.model
         yield "POST", "/v1/completions", self.completions
         yield "POST", "/v1/chat/completions", self.chat_completions
+        yield "POST", "/v1/responses", self.responses
         yield "POST", "/tokenize", self.tokenize
         yield "POST", "/detokenize", self.detokenize
         if page:
@@ -178,17 +184,39 @@ class Api:
         """Answer a conversation, whole or as server-sent events."""
         return await self._answer(body, request)
 
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation of items, whole or as server-sent events."""
+        self._check_model(body.model)
+        with naming_fields_of(body):
+            chat = body.chat
+            choices = chat.requests(self._service.settings.limits.max_new_tokens, self._chat)
+            answer = ResponsesAnswer(self._service, body, choices[0], chat.parser(self._chat, choices[0]))
+            return await self._send(request, choices, answer, body.stream, chat.limit)
+
     async def _answer(self, body: CompletionBody | ChatBody, request: Request) -> Response:
         """Answer all choices of a body. An error before the first part is a status."""
         self._check_model(body.model)
         with naming_fields_of(body):
-            choices = body.requests()
+            choices = body.requests(self._service.settings.limits.max_new_tokens, self._chat)
             check_log_probs(choices, self._service.target.max_len, NEW_TOKENS)
-            answer = HttpAnswer(self._service, body, choices)
-            events = self._events(choices, request)
-            if body.stream:
-                return await streamed(request, answer.parts(events), self._service.settings.limits.idle_s)
-            return JSONResponse(await unless_gone(request, answer.whole(events)))
+            answer = HttpAnswer(self._service, body, choices, self._chat)
+            return await self._send(request, choices, answer, body.stream, body.limit)
+
+    async def _send(
+        self,
+        request: Request,
+        choices: Sequence[GenerationRequest],
+        answer: HttpAnswer | ResponsesAnswer,
+        stream: bool,
+        limit: int,
+    ) -> Response:
+        """Decode choices and send their answer. limit: the new tokens that were asked for."""
+        limits = self._service.settings.limits
+        headers = {MAX_TOKENS_HEADER: str(limits.max_new_tokens)} if limit > limits.max_new_tokens else {}
+        events = self._events(choices, request)
+        if stream:
+            return await streamed(request, answer.parts(events), limits.idle_s, headers)
+        return JSONResponse(await unless_gone(request, answer.whole(events)), headers=headers)
 
     def _events(self, requests: Sequence[GenerationRequest], request: Request) -> Events:
         """The events of a request's choices as they come; when one fails, all end. Raises CoppiceError."""
@@ -216,9 +244,9 @@ class Api:
     async def tokenize(self, body: TokenizeBody) -> Json:
         """Tell the tokens of a prompt or of messages, and their count."""
         self._check_model(body.model)
-        prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
         with naming_fields_of(body):
-            ids = await self._service.encode(prompt)
+            prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
+            ids = await self._service.encode(prompt, template_arguments=body.template_arguments)
         return {"tokens": ids, "count": len(ids), "max_model_len": self._service.target.max_len}
 
     async def detokenize(self, body: DetokenizeBody) -> Json:
@@ -248,7 +276,7 @@ class Api:
         self._check_model(body.model)
         options: Any = {"want_trees": True, "want_log_probs": True, "top_log_probs": 0, "want_prompt_log_probs": False}
         with naming_fields_of(body):
-            choice, *others = body.requests()
+            choice, *others = body.requests(self._service.settings.limits.max_new_tokens, self._chat)
             if others:
                 raise InvalidField("n", "a trace is of one answer to one prompt")
             events = self._events([dataclasses.replace(choice, **options)], request)
@@ -275,7 +303,12 @@ OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}  # Paths that need n
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)  # hosts that no name points to
 _BODY_S, _BODY_BYTES_S = 10, 64 << 10  # for a whole body, and one second more for each so many bytes of it
 _MOST_STRINGS = 4 * MAX_PARTS  # names of fields among them
-GENERATES = frozenset({f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")})
+GENERATES = frozenset(
+    {
+        "/v1/responses",
+        *(f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")),
+    }
+)
 
 
 class HttpDoor:

@@ -180,7 +180,7 @@ class Bandit:
         if not record.sketch:
             return 0, False
         sketch = np.array(record.sketch)
-        number = self._nearest(sketch) or self._new(sketch)
+        number = self.routes().choose(sketch.astype(np.float32), record.session)[0] or self._new(sketch)
         kind = self[number]
         distance = _distance(kind, sketch)
         kind.queries += 1
@@ -197,12 +197,6 @@ class Bandit:
         if not record.variant:
             kind.tau += recent * (record.tau - kind.tau) if kind.tau > 1 else record.tau - kind.tau
         return number, kind.queries == 1
-
-    def _nearest(self, sketch: NDArray[np.float64]) -> int:
-        """Return the kind of a sketch, 0: it is near none."""
-        distances = {number: _distance(kind, sketch) for number, kind in enumerate(self.state.kinds, 1)}
-        near = [number for number in distances if distances[number] <= _APART * self[number].spread]
-        return min(near, key=distances.__getitem__, default=0)
 
     def _new(self, sketch: NDArray[np.float64]) -> int:
         """Begin a kind; where all places are taken, evict the least recently met kind, if possible without variant."""

@@ -97,10 +97,6 @@ class Groups:
         (texts if self._taken % _HELD_OUT_EVERY else held_out).append(sample)
 
 
-class Interrupted(RuntimeError):
-    """An update was given up, as the process is to end."""
-
-
 class Texts(Teacher):
     """Samples as target answers: what the losses of training read. Their own tokens are certain.
 
@@ -176,8 +172,8 @@ class Learner:
         """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
 
         penalty: weight of the KL to the head as deployed. Returns also copies, on the CPU, of all tensors that differ
-        from the deployed ones. Raises FloatingPointError when a weight is not finite, and Interrupted once the learner
-        was stopped.
+        from the deployed ones. Raises FloatingPointError when a weight is not finite, and InterruptedError once it is
+        stopped.
         """
         pace = Pace(self._cpu_share)
         self._begin_with(begin)
@@ -188,7 +184,7 @@ class Learner:
         for _ in range(passes_over(len(texts))):
             for numbers in torch.split(torch.randperm(len(texts), generator=order), _BATCH):
                 if self.stopped.is_set():
-                    raise Interrupted("an update was given up")
+                    raise InterruptedError("an update was given up")
                 batch = self.texts([texts[number] for number in numbers])
                 with autocast(torch.device("cpu")):
                     loss = self.loss_on(batch, penalty)(self.student, batch.answer)

@@ -22,9 +22,8 @@ from redis.exceptions import RedisError
 from coppice import failpoints, limits
 from coppice.adaptation.signals import NUMBER, SENDER, Stream, read_query, read_sample, redis_key
 from coppice.adaptation.weights import Weights
-from coppice.backoff import Backoff
 from coppice.config.settings import Settings
-from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.errors import Backoff, InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import drafter_pools
 from coppice.rpc.redis_connection import Connection

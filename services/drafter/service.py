@@ -16,13 +16,13 @@ from coppice.adaptation.signals import Producer
 from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.heads.registry import served_head
+from coppice.heads.base import served_head
 from coppice.limits import Limits
 from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.link import Context, Inbox
-from coppice.rpc.server import Serving, StreamWaits
+from coppice.rpc.server import Serving, StreamWaits, within
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
@@ -153,11 +153,8 @@ class DrafterServicer:
 
     async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
         """The next message; None at the end. Raises Unavailable when none comes for a while."""
-        try:
-            async with asyncio.timeout(PART_S):
-                message = await self._waits.next(messages)
-        except TimeoutError:
-            raise Unavailable(f"no part for {PART_S:g} s") from None
+        async with within(PART_S, Unavailable(f"no part for {PART_S:g} s")):
+            message = await self._waits.next(messages)
         return None if message is None else drafter.read_weights(message)
 
     async def _drop(self, messages: AsyncIterator[Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.rows import Ints
+from coppice.speculation.grammar import Bits
 from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_keys
 
 from .session import Job
@@ -39,17 +40,31 @@ class Draws(NamedTuple):
 def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
     """The id behind each of the (R, V) rows of logits, of a prompt the last; greedy where the host draws."""
     sampled: list[tuple[Ints, Ints, SamplingParams]] = []
+    guided: list[tuple[Ints, Bits]] = []
     first = 0
     for job in jobs:
         piece, sampling = job.piece, job.session.request.sampling
-        if sampling.temperature and not job.on_host:
-            rows = np.arange(len(piece.keep))[0 if job.step else -1 :]
-            positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[rows]]
-            sampled.append((first + rows, positions, sampling))
+        rows = np.arange(len(piece.keep))[0 if job.step else -1 :]
+        if not job.on_host and len(rows):
+            if sampling.temperature:
+                positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[rows]]
+                sampled.append((first + rows, positions, sampling))
+            if guide := job.session.guide:
+                guided.append((first + rows, guide.masks([job.step.root] if job.step else [], job.tree)))
         first += len(piece.keep)
     with torch.inference_mode():
+        if guided:
+            logits = mask_rows(logits, *map(np.concatenate, zip(*guided, strict=True)))
         ids: list[int] = draw_rows(logits, tabulate(sampled, logits.shape[1], logits.device)).tolist()
     return ids
+
+
+def mask_rows(logits: Tensor, rows: Ints, masks: Bits) -> Tensor:
+    """The (R, V) logits, of whose (S,) rows only those ids are left that are set in (S, B) masks, as `Guide.masks`."""
+    at, bits = torch.from_numpy(rows).to(logits.device), torch.from_numpy(masks).to(logits.device)
+    allowed = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
+    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill_(forbidden, -torch.inf))
 
 
 def tabulate(sampled: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: int, device: torch.device) -> Draws:

@@ -40,7 +40,8 @@ SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invaria
 _PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
 _STOP_S, _LAST_WORDS_S = 5.0, 3.0
 
-Forward = tuple[PackedBatch, list[NDArray[np.int64]]]  # and the slots (2, n) that the pool moved before it
+Forward = tuple[PackedBatch, list[NDArray[np.int64]]]
+"""a forward, and the slots (2, n) that the pool moved before it, in their order"""
 
 
 def share(forward: Forward | None = None) -> Forward:
@@ -142,7 +143,9 @@ def follow(engine: Engine) -> None:
 
 
 def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings:
-    """The settings with the KV tokens that there is room for. Raises InvalidField without the devices or the memory."""
+    """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
+    target's ranks need, and this rank's has the memory.
+    """
     wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
     size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
     size.check_ranks(ranks)

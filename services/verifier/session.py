@@ -18,7 +18,8 @@ from torch import Tensor
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.rows import Piece
 from coppice.errors import InvalidField, Overloaded, StaleFence
-from coppice.limits import MAX_ROW_SUPPORT
+from coppice.limits import MAX_ROW_SUPPORT, MAX_TREE_DEPTH
+from coppice.speculation.grammar import Guide
 from coppice.speculation.sampling import (
     ACCEPT_STREAM,
     RESIDUAL_STREAM,
@@ -30,7 +31,7 @@ from coppice.speculation.sampling import (
     uniform,
 )
 from coppice.speculation.sampling import Row as SampledRow
-from coppice.speculation.tree import DraftTree, TreeError, prune
+from coppice.speculation.tree import DraftTree, IntArray, TreeError, prune, select
 from coppice.wire.common import FeatureRef, Features, Fence, Row, TopLogProbs, committed_hash
 from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
@@ -130,8 +131,11 @@ def _residual(row: SampledRow, q_row: NDArray[np.floating]) -> SampledRow:
 class Session:
     """State of one session. Every method runs on the worker thread."""
 
-    def __init__(self, key: int, request: OpenSession, prefix: Prefix, vocab_size: int) -> None:
-        self.key, self.request, self.prefix = key, request, prefix
+    def __init__(
+        self, key: int, request: OpenSession, prefix: Prefix, vocab_size: int, guide: Guide | None = None
+    ) -> None:
+        """guide: of an answer that must match a grammar, behind the ids that it is opened with."""
+        self.key, self.request, self.prefix, self.guide = key, request, prefix, guide
         self.table: BlockTable = prefix.table  # where its KV lies
         self.step = 0
         self.committed_len = 0
@@ -158,6 +162,8 @@ class Session:
 
     def commit(self, ids: list[int], features: Numbers | None) -> None:
         """Take `ids` as committed. features: (len(ids), F) or None."""
+        if self.guide is not None and not self.prefill_left:
+            self.guide.append(ids)
         self._take(ids, features)
         self.prefix.append(ids, features)
 
@@ -236,9 +242,20 @@ class Job:
     def cut(self, budget: int) -> None:
         """Leave out all but the `budget` likeliest nodes."""
         if budget < len(self.tree):
+            self._keep(prune(self.tree, budget)[1])
+
+    def cut_forbidden(self) -> None:
+        """Leave out the nodes that the grammar forbids, unless a choice would change their law."""
+        guide, step = self.session.guide, self.step
+        if guide is not None and step is not None and step.q_rows is None:
+            self._keep(guide.nodes(step.root, self.tree))
+
+    def _keep(self, nodes: IntArray) -> None:
+        """Leave out all but these nodes, ascending and with all their ancestors."""
+        if len(nodes) < len(self.tree):
             numbers = self.verified or range(1, len(self.tree) + 1)
-            self.tree, left = prune(self.tree, budget)
-            self.verified = tuple(map(numbers.__getitem__, (left - 1).tolist()))
+            self.tree = select(self.tree, nodes)
+            self.verified = tuple(map(numbers.__getitem__, (nodes - 1).tolist()))
 
     def lay(self, room: int) -> None:
         """Lay the rows of the next forward: a step's root and tree, or the prompt's next ids, at most `room`."""
@@ -295,12 +312,21 @@ class Job:
         return self._rows[node]
 
     def _adjusted(self, node: int) -> NDArray[np.float32]:
-        """A row after the session's penalties, for which the text ends with the root and the node's path."""
-        row, penalties = self.row(node), self.session.penalties
-        if not penalties.change_rows:
+        """A row after the session's penalties and grammar, for which the text ends with the root and the node's path.
+
+        Where a least length leaves no id that the grammar allows, the text is complete: the grammar decides.
+        """
+        row, penalties, guide = self.row(node), self.session.penalties, self.session.guide
+        if not penalties.change_rows and guide is None:
             return row
         path = self.tree.tokens[np.array(path_to(self.tree, node), np.int64) - 1].tolist()
-        return penalties.adjusted(row, [self.step.root, *path] if self.step else path)
+        text = [self.step.root, *path] if self.step else path
+        adjusted = penalties.adjusted(row, text) if penalties.change_rows else row
+        if guide is None:
+            return adjusted
+        allowed = guide.allowed(text)
+        masked = np.where(allowed, adjusted, np.float32(-np.inf))
+        return masked if masked.max() > -np.inf else np.where(allowed, row, np.float32(-np.inf))
 
     def law(self, node: int) -> SampledRow:
         """The row after G at a node. Raises ValueError on a row that decode_row refuses."""
@@ -338,17 +364,19 @@ class Job:
         session.commit(list(self.piece.tokens), self.features)
         if session.prefill_left:
             return None
+        drawn = self.next_root = self.draw(0)
         start, count = session.features.newest(session.committed_len)
         ref = FeatureRef(address, request.session, start, count, request.feature_layers)
         return SessionOpened(
             fence=session.fence,
-            next=self._root_after(0, self.draw(0), keyed=True),
+            next=self._root_after(0, drawn, keyed=True),
             features=Features(start, count, dtype, None, ref),
             timings=VerifyTimings(),
             top=self._tops((0,)),
             prompt_log_probs=tuple(self.scores),
             prompt_top=tuple(self.score_tops),
             cached_tokens=session.prefix.reused_tokens,
+            forced=self._forced(),
         )
 
     def _score(self) -> None:
@@ -383,6 +411,7 @@ class Job:
             pruned=len(self.tree) < len(step.tree),
             budget_hint=hint,
             top=self._tops(self.text if root else self.text[:-1]),
+            forced=() if session.over else self._forced(),
         )
         return verdict, (Commit(verdict.fence, tuple(ids), None if session.over else drawn), self.features)
 
@@ -394,6 +423,11 @@ class Job:
             if len(ids) <= MAX_ROW_SUPPORT:
                 return NextRoot(Row(ids, log_probs, self.log_probs(node)[ids] if want else None))
         return NextRoot(None, drawn, float(self.log_probs(node)[drawn]) if want else 0.0)
+
+    def _forced(self) -> tuple[int, ...]:
+        """The ids that the grammar forces behind the next root, as many as a path may have."""
+        guide, root = self.session.guide, self.next_root
+        return () if guide is None or root is None else guide.forced(root)[:MAX_TREE_DEPTH]
 
     def _tops(self, nodes: Sequence[int]) -> tuple[TopLogProbs, ...]:
         """The most probable ids behind each node at T=1, the best first; nothing where none are asked for."""

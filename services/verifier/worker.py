@@ -22,6 +22,7 @@ from coppice.engine.kv_cache import OutOfBlocks
 from coppice.engine.rows import pack
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import BLOCK_SIZE, LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY, TREE_ROOM
+from coppice.speculation.grammar import Guide
 from coppice.telemetry import WARMING_UP, SessionMetrics
 from coppice.wire.common import FeatureRef
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
@@ -29,6 +30,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 from .budget import Pruner, measure
 from .device import draw_jobs, warm_up
 from .features import Feed, Window
+from .grammars import Grammars
 from .prefix import PrefixCache
 from .ranks import Ranks, check_devices, load
 from .session import Job, Session, take_features
@@ -108,9 +110,13 @@ class Worker(BatchingThread):
             self._ranks.stop()
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
-        """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
+        """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken, and for a
+        grammar that is none.
+        """
+        answer = request.ids[request.prompt_tokens or len(request.ids) :]
+        guide = await self._grammars.start(request.grammar, answer) if request.grammar else None
         opened: asyncio.Future[SessionOpened] = self.loop.create_future()
-        self._ask(partial(self._take_open, key, request, arrived), partial(settle, opened))
+        self._ask(partial(self._take_open, key, request, arrived, guide), partial(settle, opened))
         return await opened
 
     def verify(self, key: int, step: VerifyStep, arrived: int, answer: Answer) -> None:
@@ -158,6 +164,7 @@ class Worker(BatchingThread):
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.context.tokens, why=cut_by)
+        self._grammars = Grammars(self.settings.target, self.engine.info)
         log.info(WARMING_UP)
         for rows in range(WARM_ROWS, 0, -1):
             self.engine.timing(rows, context=WARM_ROWS, repeats=1)
@@ -185,7 +192,7 @@ class Worker(BatchingThread):
             calls, self._calls = self._calls, []
             self.loop.call_soon_threadsafe(_call_all, calls)
 
-    def _take_open(self, key: int, request: OpenSession, arrived: int, answer: Answer) -> None:
+    def _take_open(self, key: int, request: OpenSession, arrived: int, guide: Guide | None, answer: Answer) -> None:
         """Admit a session and give it its KV. Raises InvalidField, and Unavailable while the pool has no room: the
         blocks of a closing session are on their way back.
         """
@@ -200,7 +207,7 @@ class Worker(BatchingThread):
         except OutOfBlocks as error:
             raise Unavailable(str(error)) from None
         request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
-        session = Session(key, request, prefix, self.engine.info.vocab_size)
+        session = Session(key, request, prefix, self.engine.info.vocab_size, guide)
         self._sessions[key] = self._by_name[request.session] = session
         self.metrics.opened.inc()
         self._jobs[key] = Job(session, answer, arrived)
@@ -210,8 +217,10 @@ class Worker(BatchingThread):
             raise NotFound("the session is not open")
         session = self._sessions[key]
         session.check_fence(step.fence)
+        job = Job(session, answer, arrived, step, step.tree)
+        job.cut_forbidden()
         self._rejoin.came(key, arrived / 1e9)
-        self._jobs[key] = Job(session, answer, arrived, step, step.tree)
+        self._jobs[key] = job
 
     def _take_close(self, key: int) -> None:
         session = self._sessions.pop(key, None)
@@ -353,6 +362,9 @@ class Worker(BatchingThread):
         self.metrics.kv_tokens.set(self.kv_tokens_used)
 
     def _end(self, job: Job, value: SessionOpened | Verdict | Exception) -> None:
+        if guide := job.session.guide:
+            self.metrics.grammar_seconds.observe(guide.spent_ns / 1e9)
+            guide.spent_ns = 0
         del self._jobs[job.session.key]
         self._calls.append((job.answer, value))
 

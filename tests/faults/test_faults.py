@@ -9,17 +9,13 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import pytest
-import typer
 
 from coppice.client.completion import StreamEvent
-from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import Chunk, Finished, Origin, Started
-from lab.report import Check
-from tests.fake_service import echo_server
-from tests.faults.campaign.load import Load, Stream
-from tests.faults.campaign.rig import FaultRow, Plan, Rig, Scenario, proxied
-from tests.faults.campaign.scenarios import SCENARIOS, choose
+from tests.faults.campaign.load import Stream
+from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
+from tests.faults.campaign.scenarios import SCENARIOS
 from tests.tiny import make_target
 
 STRUCK = [f"{role}-{fault}" for role in ("drafter", "verifier", "orchestrator") for fault in ("kill", "stop", "cut")]
@@ -105,40 +101,3 @@ def test_every_violation_is_found(events: list[tuple[StreamEvent, int]], wrong: 
     stream = heard(WHOLE)
     stream.ids[-1:] = []
     assert stream.violations == ["its client was handed other tokens than came"]
-
-
-async def test_a_load_ends_its_requests_and_compares_them() -> None:
-    answers = {("one", SamplingParams()): tuple(b"one"), ("two", SamplingParams()): tuple(b"TWO")}
-    with echo_server() as (address, _):
-        async with Load(address, answers, 3, most=12) as load:
-            await load.done()
-    row = FaultRow("none")
-    row.count(load.streams)
-    assert (row.failed, row.requests, row.violations) == (0, len(load.streams), [])
-    assert row.wrong == 3 * sum(stream.expected == tuple(b"TWO") for stream in load.streams) > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "failed"),
-    [
-        ({}, []),
-        ({"failed": 1}, ["failed requests"]),
-        ({"wrong": 1}, ["wrong tokens"]),
-        ({"violations": ["finished after the end"]}, ["broken histories"]),
-        ({"leaks": ["verifier holds a session"]}, ["left behind"]),
-        ({"recoveries": [0.1, 5.2]}, ["recovery p99, s"]),
-        ({"weak": ["3 of 16 sessions were being answered"]}, ["repetitions that prove nothing"]),
-        ({"checks": [Check("throughput", 0.5, "0.9", False)]}, ["throughput"]),
-    ],
-)
-def test_a_row_fails_by_each_of_its_promises(changes: dict[str, object], failed: list[str]) -> None:
-    row = FaultRow("verifier-kill", 3, 48, **{"tokens": 2000, "recoveries": [0.1, 0.4], **changes})  # type: ignore[arg-type]
-    assert [check.name.rpartition(": ")[2] for check in row.to_checks() if not check.ok] == failed
-
-
-def test_scenarios_are_chosen_by_name_and_group() -> None:
-    assert choose([]) == SCENARIOS
-    names = [scenario.name for scenario in choose(["verifier-kill,redis"])]
-    assert names == ["verifier-kill", "redis-stop", "redis-cut", "redis-flush", "redis-slow"]
-    with pytest.raises(typer.BadParameter, match="'verifier-melt' is none of"):
-        choose(["verifier-melt"])

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, build_head
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import save_head
 from coppice.heads.models import Eagle3Config, Eagle3Model
-from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.losses import expectation

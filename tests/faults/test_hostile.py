@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -29,9 +30,9 @@ from orchestrator.service import GenerationServicer
 from orchestrator.targets import TargetPool
 from tests.fake_service import SERVICES
 from tests.processes import Service, StartService
-from tests.recorder import IDS, server_of, start_verifier, target, truth, verifier
+from tests.recorder import IDS, TINY_TARGET, server_of, start_verifier, truth, verifier
 
-__all__ = ["start_verifier", "target", "truth", "verifier"]  # fixtures
+__all__ = ["TINY_TARGET", "start_verifier", "truth", "verifier"]  # fixtures, and the target's options
 
 NEW = 12
 EXTREMES = {
@@ -178,10 +179,6 @@ class LyingVerifier:
         return answer
 
 
-def copied(message: Any) -> Any:
-    return type(message).FromString(message.SerializeToString())
-
-
 def changed(**fields: Any) -> Callable[[Any], object]:
     """A lie that puts fields of a verdict, None: unset."""
 
@@ -282,7 +279,7 @@ async def test_a_text_that_one_verifier_refuses_is_asked_of_another_one(honest: 
 async def test_extremes_in_every_number_of_a_verifier_fail_no_request(honest: Service, truth: list[int]) -> None:
     """An answer may hold a number that says nothing of the text; all else costs a prefill."""
     heard: list[Message] = []
-    async with lied_to(honest.address, truth, "opened", lambda answer: heard.append(copied(answer))) as (liar, two):
+    async with lied_to(honest.address, truth, "opened", lambda answer: heard.append(deepcopy(answer))) as (liar, two):
         await two.generate()
         liar.kind = "verdict"
         await two.generate()

@@ -28,7 +28,7 @@ from coppice.client.client import AsyncClient
 from coppice.config.settings import Settings
 from coppice.engine.batching import settle
 from coppice.errors import StaleFence, Unavailable
-from coppice.heads.registry import served_head
+from coppice.heads.base import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import StreamWaits
 from coppice.speculation.sampling import SamplingParams

@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,24 +16,17 @@ import pytest
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
-from coppice.config.sections import DrafterSettings
 from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
-from coppice.heads.registry import served_head
 from coppice.limits import Limits
 from coppice.rpc import health
 from coppice.rpc.access import ACCESS
 from coppice.rpc.channels import CHANNEL_OPTIONS, LINKED, Dialer
-from coppice.rpc.server import MAX_DETAILS, Door, StreamWaits, add_service, server_options
+from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
-from coppice.telemetry import SessionMetrics
 from coppice.v1 import generation_pb2
-from coppice.v1.common_pb2 import Frame
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, draft_request_to_wire
-from services.drafter.following import Verifiers
-from services.drafter.service import DrafterServicer
-from services.drafter.worker import Worker
 from tests.fake_service import SERVICES
 from tests.faults.test_fuzz import State, lets_go
 from tests.processes import StartService
@@ -45,7 +37,6 @@ SERVICE, GENERATION = "/coppice.v1.DrafterService", "/coppice.v1.GenerationServi
 IDLE_S = 0.5
 OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
 STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
-OPENING = Frame(items=[{"session": 1, "method": "Draft", "message": OPEN}]).SerializeToString()
 AT_LENGTH = bool(os.environ.get("COPPICE_PROOF"))
 STREAMS = 2000 if AT_LENGTH else 200
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
@@ -200,59 +191,6 @@ async def test_details_fit_into_a_header_whatever_they_quote() -> None:
         await call.write(b"")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await call.details() == ("name: ?" + 2000 * "é")[:MAX_DETAILS]
-
-
-class Transport:
-    """gRPC as the server's handlers see it: a caller that says a few things and then waits until the call ends."""
-
-    def __init__(self) -> None:
-        self.code: grpc.StatusCode | None = None
-        self.ended, self.cancelled_reads = asyncio.Event(), 0
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        (self.service,) = handlers
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    async def write(self, response: Any) -> None:
-        pass
-
-    async def abort(self, code: grpc.StatusCode, *_: Any) -> None:
-        self.code = code
-        raise grpc.aio.AbortError
-
-    async def requests(self, said: Iterable[Any]) -> AsyncIterator[Any]:
-        for message in said:
-            yield message
-        try:
-            await self.ended.wait()
-        except asyncio.CancelledError:
-            self.cancelled_reads += 1
-            raise
-
-    async def call(self, method: str, said: tuple[bytes, ...]) -> None:
-        handler = self.service.service(SimpleNamespace(method=f"{SERVICE}/{method}", invocation_metadata=()))
-        behaviour, requests = handler.stream_stream or handler.stream_unary, map(handler.request_deserializer, said)
-        with pytest.raises(grpc.aio.AbortError):
-            await behaviour(self.requests(requests), self)
-
-
-@pytest.mark.parametrize(("method", "said"), [("DescribeHead", (b"\x07",)), ("Link", (OPENING, b"\x07"))])
-async def test_no_read_is_cancelled_when_a_call_is_refused(method: str, said: tuple[bytes, ...]) -> None:
-    """grpc.aio never frees what belongs to such a read, and a caller may be refused as often as it likes."""
-    worker = Worker(lambda: served_head(DrafterSettings(kind="lookup")), SessionMetrics("drafter"))
-    await worker.start()
-    waits = StreamWaits(60, asyncio.Event())
-    servicer, transport = DrafterServicer({"head": worker}, Limits(), waits, Verifiers(Dialer())), Transport()
-    add_service(transport, SERVICES["drafter"], servicer)  # type: ignore[arg-type]
-    before = asyncio.all_tasks()
-    await transport.call(method, said)
-    assert transport.code is grpc.StatusCode.INVALID_ARGUMENT
-    transport.ended.set()
-    await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 5)
-    assert transport.cancelled_reads == 0
-    await worker.stop()
 
 
 def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:

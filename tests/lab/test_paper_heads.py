@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Head, with_tree_shape
+from coppice.heads.base import DraftJob, Head, build_head, with_tree_shape
 from coppice.heads.checkpoints import TargetParts, save_head
-from coppice.heads.registry import build_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec

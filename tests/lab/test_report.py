@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from coppice.config.model import read_tokenizer
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, TargetText, judge_token
-from coppice.training.data import load_tokenizer
 from lab.measuring import reference_of, reporting
 from lab.options import Options
 from lab.questions import Question, own_prompts, read_questions
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_left_out_and_named_and_the_next_ones_take_their_pl
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
-    text, tokenizer = TargetText(target), load_tokenizer(target)
+    text, tokenizer = TargetText(target), read_tokenizer(target)
     last = read(target, file, 5, chat=chat)[0][-1]
     answer = text.encode("why")
     following = last.next(answer)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import lab.run
 from coppice.client.client import Client
@@ -19,7 +18,6 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
-from lab.cli import app
 from lab.measuring import Bench, Journal, in_turn
 from lab.options import Options
 from lab.questions import Question, benchmark_names
@@ -57,25 +55,6 @@ def test_a_method_this_stack_cannot_run_is_named(
 ) -> None:
     with pytest.raises(InvalidField, match=reason):
         methods_of([method], heads, (sessions,))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("exact", "--methods", "plain,bad"), "methods: 'bad'"),
-        (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
-        (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
-        (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
-        (("run", "--json", "/proc/none/x.json"), "Invalid value for '--json'"),
-    ],
-)
-def test_what_nobody_can_run_is_refused_before_a_start(
-    arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
-    ended = CliRunner().invoke(app, arguments)
-    refusal = str(ended.exception) if isinstance(ended.exception, InvalidField) else ended.output
-    assert (bool(ended.exit_code), reason in " ".join(refusal.split())) == (True, True), refusal
 
 
 def test_options_choose_the_heads(tmp_path: Path) -> None:

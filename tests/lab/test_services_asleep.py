@@ -11,7 +11,7 @@ from coppice.stack.launch import Stack
 from lab.measuring import Bench
 from lab.options import Options
 from lab.report import Report
-from lab.services.asleep import Asleep
+from lab.services import Asleep
 from lab.services.measure import ASLEEP, HEAD, run_services, spec_of
 
 SMALL = Asleep(t_m_ms=2, t_d_ms=1, vocab_size=1000, hidden_size=8, layers=6)

@@ -8,35 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from coppice.cli import main
-from coppice.stack.spec import StackSpec
 from lab import synthetic
-from lab.options import Options
-from lab.report import Report
-from lab.synthetic import NOTE, Plan, read_shape, step_line
+from lab.synthetic import NOTE
 
 METHODS = ["plain", "single:eagle3", "single:specblock"]
-
-
-@pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
-def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: str, billions: float) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_shape(name))
-    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
-
-
-def test_a_head_pays_from_the_tau_that_makes_up_for_its_longer_step() -> None:
-    forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
-    drafts = {(sessions, "eagle3"): (8.0, 9.0) for sessions in (1, 4)}
-    plan = Plan(Options(budget=8), StackSpec.demo(), Report("x", "float32", 1), (1, 4), 200, forwards, drafts)
-    plain, alone, four = (step_line(plan, *line) for line in ((1, ""), (1, "eagle3"), (4, "eagle3")))
-    assert [plain[key] for key in ("t_d_ms", "pays_from", "draft_share")] == [0.0, 1.0, 0.0]
-    assert [alone[key] for key in ("t_d_total_ms", "pays_from", "draft_share")] == [9.0, 2.0, 0.4]
-    assert four["pays_from"] == pytest.approx(48 / 14)  # plain decoding shares its forward too
-    assert plan.forward_ms(5) == pytest.approx(11.0)
 
 
 @pytest.fixture(scope="module")

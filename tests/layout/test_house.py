@@ -37,11 +37,11 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_024,
-    "of it lab": 3_483,
+    "Python outside tests": 31_019,
+    "of it lab": 3_186,
     "files outside tests": 163,
-    "Python of tests": 29_764,
-    "words of docs": 24_450,
+    "Python of tests": 29_671,
+    "words of docs": 24_197,
     "settings": 69,
     "MB of tracked files": 73,
 }

@@ -132,13 +132,6 @@ def test_texts_are_exact_under_both(address: str, target: Path) -> None:
         assert min(verified[name] for name in ("deepest", "single:mine", "single:linear")) > 0
 
 
-def test_a_name_that_nobody_adds_is_refused_with_a_list(package: Path, target: Path) -> None:
-    command = [*COPPICE, "up", "--target", str(target), "--head", "a=oracle"]
-    run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
-    assert run.returncode == 2
-    assert "dspark, linear, repeat" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.stderr).split())
-
-
 def test_a_package_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
     install(tmp_path, "broken", {"coppice.heads": {"broken": "nowhere:Head"}})
     command = [sys.executable, "-m", "services.drafter", "--drafter.kind", "broken"]

@@ -150,16 +150,6 @@ def scores_of(log_probs: dict[str, Any] | None) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_openais_client_reads_chats_and_sends_histories_back(client: openai.OpenAI) -> None:
-    options: Any = {"model": "coppice-demo", "temperature": 0, "max_tokens": 8}
-    message = client.chat.completions.create(messages=CHAT, **options).choices[0].message
-    chunks = list(client.chat.completions.create(messages=CHAT, **options, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
-    again = client.chat.completions.create(messages=[*CHAT, message, {"role": "user", "content": "And?"}], **options)
-    assert again.usage
-    assert again.usage.completion_tokens == 8
-
-
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Client) -> None:
     options: Any = {"model": "coppice-demo", "temperature": 1.0, "max_tokens": 16}
     both = client.completions.create(prompt=[PROMPT, "Once"], n=2, seed=3, **options)
@@ -220,7 +210,6 @@ def test_min_tokens_come_before_any_stop(stack: Stack) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": math.nan}, "temperature"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"surprise": 1}, "surprise"),
     ({f"f{number}": 1 for number in range(100)}, "body"),
     ({"n": 3, "prompt": [PROMPT] * 6}, "prompt"),
@@ -244,21 +233,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
     *[({"messages": [{"role": "user", **more}]}, "messages.0.content") for more in ({"content": None}, {})],
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio"),
     ({"messages": CHAT, "prompt": "x"}, "prompt"),
-    *[({name: 10**6}, name) for name in ("max_completion_tokens", "max_tokens")],
     ({"top_logprobs": 3}, "top_logprobs"),
 ]
+CALLED = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
 TAKEN: list[dict[str, Any]] = [
     {"logit_bias": {"0": 1, "4096": -1.5}},
     {"stream_options": {}, "seed": -1, "metadata": {"a": "b"}, "store": True, "user": "u"},
     {"prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "low", "verbosity": "low"},
-    {"tools": [], "suffix": None, "best_of": 1},
+    {"tools": [], "suffix": None, "best_of": 1, "service_tier": "flex", "response_format": {"type": "text"}},
+    {"max_tokens": 10**6, "stop": [" ", "\n", "e", "a", "t"], "stop_token_ids": [1, 2]},
 ]
 
 
@@ -266,9 +255,8 @@ def test_what_is_not_served_is_refused_by_name_and_hints_are_taken(stack: Stack)
     for change, field in [*REFUSED, *((change, "") for change in TAKEN)]:
         chat = {"messages", "max_completion_tokens", "top_logprobs"} & change.keys()
         path, prompt = ("/v1/chat/completions", {"messages": CHAT}) if chat else ("/v1/completions", {"prompt": PROMPT})
-        status, _, data = call(
-            stack, path, {"model": "coppice-demo", "max_tokens": 2, "temperature": 0} | prompt | change
-        )
+        usual = {"model": "coppice-demo", "max_tokens": 2, "temperature": 0}
+        status, _, data = call(stack, path, usual | prompt | change)
         assert status == (400 if field else 200), (change, data)
         if field:
             error = json.loads(data)["error"]
@@ -284,6 +272,8 @@ def test_what_is_not_served_is_refused_by_name_and_hints_are_taken(stack: Stack)
         {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "audio": None, "function_call": None},
         {"role": "assistant"},
         {"role": "assistant", "content": "x", "reasoning_content": "because", "name": "bob"},
+        {"role": "assistant", "tool_calls": [CALLED]},
+        {"role": "tool", "content": "5", "tool_call_id": "c", "name": "f"},
         {"role": "user", "content": []},
         {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
         {"role": "developer", "content": [{"type": "text", "text": "x", "annotations": [1]}]},
@@ -309,9 +299,8 @@ def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
     with ThreadPoolExecutor(4) as clients:
         sent = [clients.submit(call, stack, path, body) for path, body in hostile * 2]
         assert all(call(stack, "/health")[0] == 200 and response.readline() for _ in range(20))
-        refused = {
-            (status, json.loads(data)["error"]["message"]) for status, _, data in (each.result() for each in sent)
-        }
+        answers = [each.result() for each in sent]
+        refused = {(status, json.loads(data)["error"]["message"]) for status, _, data in answers}
     running.close()
     assert refused == {(400, "body: has more lists, objects, strings or entries than any request")}
 

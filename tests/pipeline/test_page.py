@@ -182,33 +182,6 @@ def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
     expect(page.locator("#tree .score")).to_have_count(len(tree["tokens"]))
 
 
-def test_what_lost_the_routing_is_drawn_on_demand(page: Page) -> None:
-    events = generate(page, policy="route")
-    heads = events[0]["started"]["heads"]
-    chunks = [event["chunk"] for event in events if "chunk" in event and event["chunk"]["tree"]]
-    for chunk in chunks:
-        for other in chunk["others"]:
-            assert {chunk["tree"]["routed"], other["routed"]} == {0, 1}
-            right = [other["tokens"][node - 1] for node in other["accepted"]]
-            assert right == chunk["ids"][: len(right)]
-            assert [owners >> other["routed"] & 1 for owners in other["owners"]] == [1] * len(other["tokens"])
-    number = max(range(len(chunks)), key=lambda at: sum(len(other["accepted"]) for other in chunks[at]["others"]))
-    (other,) = chunks[number]["others"]
-    page.evaluate(f"player.go({number})")
-    page.locator("#scores").check()
-    page.locator("#whose").select_option(heads[other["routed"]])
-    expect(page.locator("#route")).to_contain_text("which was not verified")
-    expect(page.locator("#tree .score")).to_have_count(len(other["tokens"]))
-    right = page.locator("#tree .node.accepted").evaluate_all("all => all.map(one => Number(one.dataset.node))")
-    assert sorted(right) == other["accepted"] != []
-    page.locator("#tree [data-node='1']").hover()
-    expect(page.locator("#node")).to_contain_text(heads[other["routed"]])
-    page.locator("#whose").select_option("what was verified")
-    expect(page.locator("#tree .score")).to_have_count(len(chunks[number]["tree"]["tokens"]))
-    generate(page, policy="merge")
-    expect(page.locator("#whose")).to_be_hidden()
-
-
 def test_steps_are_played_both_ways_and_a_saved_trace_opens_again(page: Page, tmp_path: Path) -> None:
     generate(page)
     count = page.evaluate("shown.steps.length")
@@ -265,24 +238,6 @@ def test_side_by_side_says_that_two_policies_say_the_same(page: Page) -> None:
         assert page.evaluate("traces => verdictOn(...traces)", traces).startswith("different from token 3 on: 2 of 3")
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_the_first_visit_shows_a_saved_answer_whose_trees_are_whole(browser: Browser, width: int) -> None:
-    address = next(iter(FILES.values())).parent.joinpath("index.html").as_uri()
-    with visiting(browser, address, viewport={"width": width, "height": 800}) as page:
-        expect(page.locator("#source")).to_contain_text("A saved answer of the demo's models")
-        assert page.locator("#text").evaluate("panel => panel.textContent").startswith(", there was")
-        heights = []
-        for step in range(page.evaluate("player.go(0), shown.steps.length")):
-            page.evaluate(f"player.go({step})")
-            panel = page.evaluate("(({ scrollHeight, clientHeight }) => [scrollHeight, clientHeight])($('tree'))")
-            assert panel[0] == panel[1]
-            heights.append(panel[1])
-        assert heights == sorted(heights)  # a lower tree leaves what is below where it was
-        assert width < 1440 or page.evaluate("$('tree').scrollWidth <= $('tree').clientWidth")
-        expect(page.locator(".player .legend")).to_contain_text("not verified")
-        expect(page.locator("#meter [title]")).to_have_count(3)
-
-
 def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None:
     trace = made_trace([MARKUP, "b"], [MARKUP, MARKUP], head=MARKUP)
 
@@ -299,19 +254,6 @@ def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None
     with visiting(browser, next(iter(FILES.values())).parent.joinpath("index.html").as_uri()) as alone:
         expect(alone.locator("#model")).to_contain_text("from a file")
         shown_as_text(alone)
-
-
-def test_a_file_that_is_no_trace_is_refused_in_a_line(page: Page) -> None:
-    uneven = {"ids": [1], "origins": [], "pieces": [], "log_probs": []}
-    for change, reason in (
-        ({"format": "other"}, "its format"),
-        ({"events": []}, "does not begin"),
-        ({"events": [{"chunk": uneven}]}, "differ in length"),
-    ):
-        content = json.dumps(made_trace(["a"]) | change).encode()
-        page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
-        expect(page.locator("#ask-error")).to_contain_text("This file is not a trace")
-        expect(page.locator("#ask-error")).to_contain_text(reason)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -335,22 +277,6 @@ def test_nothing_serious_stands_in_the_way_of_people_who_cannot_see_well(
             assert serious == set()
 
 
-@pytest.mark.parametrize(("width", "height"), [(360, 900), (2560, 900), (1280, 500)])
-def test_no_width_scrolls_sideways_and_a_named_view_opens_at_its_top(
-    browser: Browser, stack: Stack, width: int, height: int
-) -> None:
-    address, size = f"http://{stack.orchestrator.http}/", {"width": width, "height": height}
-    with visiting(browser, f"{address}#compare", viewport=size) as page:
-        expect(page.locator("#model")).to_contain_text("float32")
-        assert height > 500 or page.evaluate("document.documentElement.scrollHeight") > height
-        assert page.evaluate("scrollY") == 0
-        open_trace(page, made_trace(["word " * 30], [f"node{at}" for at in range(20)]))
-        for view in ("playground", "compare"):
-            page.goto(f"{address}#{view}")
-            expect(page.locator(f"#{view}")).to_be_visible()
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
 def test_a_conversation_goes_on(page: Page) -> None:
     events = generate(page, kind="chat", prompt="Tell me a story.", tokens="12")
     expect(page.locator("#turns li")).to_have_text(["Tell me a story."])  # the answer stands below
@@ -363,21 +289,6 @@ def test_a_conversation_goes_on(page: Page) -> None:
     expect(page.locator("#turns li")).to_have_count(0)
     generate(page, prompt="Hello.", tokens="4")
     assert page.evaluate("shown.asked.messages.length") == 1
-
-
-def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -> None:
-    status, _, body = call(stack, "/trace/completions", {"prompt": PROMPT, "n": 2})
-    assert (status, json.loads(body)["error"]["param"]) == (400, "n")
-    _, _, body = call(stack, "/trace/completions", {"prompt": PROMPT, "budget": 999})
-    page = browser.new_page()  # whose console tells of the refusal
-    page.goto(f"http://{stack.orchestrator.http}/")
-    expect(page.locator("#model")).to_contain_text("float32")
-    form = page.locator("#ask")
-    form.locator("[name=budget]").evaluate("field => { field.max = ''; field.value = '999'; }")
-    form.get_by_role("button", name="Generate").click()
-    expect(page.locator("#ask-error")).to_have_text(json.loads(body)["error"]["message"])
-    expect(form.get_by_role("button", name="Generate")).to_be_enabled()
-    page.close()
 
 
 def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:

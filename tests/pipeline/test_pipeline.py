@@ -138,14 +138,6 @@ def test_limits_hold_to_the_token(client: Client) -> None:
     assert (answer.new_tokens, answer.finish_reason) == (12, "length")  # a context of 512
 
 
-def test_a_request_without_a_seed_draws_one_that_makes_its_text_again(client: Client) -> None:
-    told = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 1.0}
-    answers = [client.generate(PROMPTS[1], **told) for _ in range(3)]
-    assert len({answer.ids for answer in answers}) == len({answer.seed for answer in answers}) == 3
-    for answer in answers:
-        assert client.generate(PROMPTS[1], seed=answer.seed, policy="plain", **told).ids == answer.ids
-
-
 @pytest.mark.parametrize("ended_by", ["length", "stop", "eos"])
 def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ended_by: str) -> None:
     told = {"policy": "plain", "max_new_tokens": 40, "ignore_eos": ended_by != "eos", "temperature": 1.0, "seed": 5}
@@ -189,9 +181,8 @@ def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
     with pytest.raises(InvalidField, match="accept_rule"):
         client.generate(PROMPTS[1], policy="route", **told)
     biased = told | {"policy": "single:self", "logit_bias": dict.fromkeys(range(100), -100.0)}
-    assert (
-        min(token for seed in range(4) for token in client.generate(PROMPTS[1], **biased | {"seed": seed}).ids) >= 100
-    )
+    texts = [client.generate(PROMPTS[1], **biased | {"seed": seed}).ids for seed in range(4)]
+    assert min(map(min, texts)) >= 100
 
 
 @pytest.fixture(scope="module")

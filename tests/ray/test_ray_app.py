@@ -33,7 +33,6 @@ from tests.faults.campaign.load import Load, plain_answers, questions
 from tests.layout.test_layout import ROOT
 from tests.processes import free_port
 from tests.signals import eventually, holds
-from tests.tiny import make_target
 
 pytestmark = pytest.mark.timeout(1500)
 APPLICATION = "coppice"
@@ -41,6 +40,7 @@ SERVE_YAML = ROOT / "orchestrator" / "serve.yaml"
 TOKEN = "a token of these tests"
 PROMPT = tuple(range(7, 40))
 NEW = 300
+TINY_TARGET = {"layers": 4}
 SCALED = {"max_replicas": 3, "sessions_per_replica": 2, "upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_s": 11}
 LONG_S = 600.0  # Ray starts a replica in seconds, on a busy machine in minutes
 
@@ -129,11 +129,6 @@ class Cluster:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return mine
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), layers=4)
 
 
 @pytest.fixture(scope="module")

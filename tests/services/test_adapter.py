@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,13 +20,13 @@ import pytest
 from redis import Redis
 
 from coppice.adaptation.signals import QueryRecord, Sample, query_to_fields, redis_key, sample_to_fields
-from coppice.client.adapter import STANDING_BY, AdapterClient
+from coppice.client.adapter import AdapterClient
 from coppice.config.settings import load_settings
-from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.errors import InvalidField, NotFound
 from coppice.limits import SKETCH
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
-from coppice.telemetry import metric, scrape
+from coppice.telemetry import metric
 from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.drafter import HeadDescription
 from services.adapter.__main__ import serve
@@ -68,14 +67,11 @@ class Bench:
         self.drafters: list[Service] = []
         self.addresses: list[str] = []
 
-    def drafter(self, port: int = 0, *more: str) -> Service:
+    def drafter(self) -> None:
         flags = ["--drafter.kind", "specblock", "--drafter.name", HEAD, "--drafter.path", str(self._head)]
-        flags += ["--drafter.target", str(self._target), "--drafter.threads", "1", "--server.port", str(port)]
-        made = self._start("services.drafter", *flags, *more)
-        self.drafters.append(made)
-        if made.address not in self.addresses:
-            self.addresses.append(made.address)
-        return made
+        flags += ["--drafter.target", str(self._target), "--drafter.threads", "1"]
+        self.drafters.append(self._start("services.drafter", *flags))
+        self.addresses.append(self.drafters[-1].address)
 
     def adapter(self, *flags: str) -> Service:
         """Quick to learn and to look; later flags win."""
@@ -88,8 +84,7 @@ class Bench:
             "adapter.cpu_share": "1",
         } | dict(zip(flags[::2], flags[1::2], strict=True))
         pairs = [(f"--{name}", value) for name, value in options.items()]
-        if "adapter.drafters" not in options:
-            pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
+        pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
         return self._start("services.adapter", *itertools.chain(*pairs), variables=QUICK)
 
     def query(self, version: int = 0, samples: int = 1, **facts: Any) -> None:
@@ -157,11 +152,6 @@ def count(adapter: Service, name: str) -> float:
     return metric(adapter.metrics, f"coppice_adapter_{name}_total")
 
 
-def replicas_shown(adapter: Service) -> list[str]:
-    name = "coppice_adapter_replica_version"
-    return [sample.labels["replica"] for sample in scrape(adapter.metrics) if sample.name == name]
-
-
 def test_what_is_learnt_reaches_a_drafter_and_operators_see_it_and_take_it_back(bench: Bench, run: Run) -> None:
     bench.drafter()
     adapter = bench.adapter()
@@ -223,33 +213,6 @@ def test_an_adapter_that_is_killed_at_any_moment_reads_every_query_once_and_take
     sent += 1
     bench.until(adapter, current)
     bench.until(adapter, lambda now: now.events > 0, bench.answer)  # the kills may have come before any was saved
-
-
-def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:
-    registry = ("--directory.redis", bench.redis.url)
-    following = ("adapter.drafters", f"{HEAD}=redis", "directory.redis", bench.redis.url)
-    bench.drafter(0, *registry)
-    flags = (*following, *ALWAYS)
-    active, other = bench.adapter(*flags), bench.adapter(*flags)
-    before = bench.until(active, lambda status: status.version >= 1 and status.doing == "idle", bench.answer)
-    standing = bench.until(other, lambda status: status.doing == STANDING_BY)
-    assert standing.version == 0
-    with AdapterClient(other.address) as client, pytest.raises(Unavailable, match="stands by"):
-        client.pause()
-    os.kill(active.process.pid, signal.SIGSTOP)
-    taken = bench.until(other, lambda status: status.doing != STANDING_BY)
-    assert taken.version >= before.version  # the folder is shared
-    second = bench.drafter(0, *registry)
-    bench.until(other, lambda status: [one.current for one in status.replicas] == [True, True])
-    second.stop()
-    bench.addresses.remove(second.address)
-    bench.until(other, lambda status: len(status.replicas) == 1)
-    assert eventually(lambda: replicas_shown(other) == bench.addresses)
-    os.kill(active.process.pid, signal.SIGCONT)
-    assert active.process.wait(20) == 1
-    active.exit_code = 0  # as it should be
-    bench.until(other, lambda status: status.version > taken.version, bench.answer)
-    assert other.stop() == 0
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,11 @@ from coppice.adaptation.signals import QueryRecord, Sample
 from coppice.adaptation.weights import Weights, variant_name
 from coppice.client.adapter import STANDING_BY
 from coppice.config.sections import AdapterSettings
-from coppice.errors import InvalidField, StaleFence
+from coppice.errors import StaleFence
 from coppice.limits import MAX_VERSION_STEP, SKETCH
 from coppice.rpc.channels import Dialer
 from coppice.v1 import adapter_pb2 as pb
-from coppice.wire.drafter import (
-    HeadDescription,
-    WeightsHeader,
-    WeightsSynced,
-    head_to_wire,
-    read_weights,
-    synced_to_wire,
-)
+from coppice.wire import drafter as wire
 from services.adapter import loop as head_loop
 from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Trained
 from services.adapter.loop import HeadLoop, Replicas
@@ -57,26 +50,26 @@ class Drafter:
 
     async def DescribeHead(self, request: Any, context: Any) -> Any:
         live = self.live
-        return head_to_wire(HeadDescription(HEAD, "specblock", 6, live.version, weights_hash=live.hash))
+        return wire.head_to_wire(wire.HeadDescription(HEAD, "specblock", 6, live.version, weights_hash=live.hash))
 
     async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        header = read_weights(await anext(requests))
-        assert isinstance(header, WeightsHeader)
+        header = wire.read_weights(await anext(requests))
+        assert isinstance(header, wire.WeightsHeader)
         self.parents.append(header.parent)
         return await self.take(header, requests)
 
-    async def take(self, header: WeightsHeader, requests: AsyncIterator[Any]) -> Any:
+    async def take(self, header: wire.WeightsHeader, requests: AsyncIterator[Any]) -> Any:
         staging = Staging(header, Case(HEAD, FIRST, self.live).holder)
         async for message in requests:
-            staging.add(read_weights(message))  # type: ignore[arg-type]
+            staging.add(wire.read_weights(message))  # type: ignore[arg-type]
         self.live = staging.finish()
-        return synced_to_wire(WeightsSynced(self.live.version, self.live.hash))
+        return wire.synced_to_wire(wire.WeightsSynced(self.live.version, self.live.hash))
 
 
 class Liar(Drafter):
     """Takes no push, and always uses a version above the one that it is to use."""
 
-    async def take(self, header: WeightsHeader, requests: AsyncIterator[Any]) -> Any:
+    async def take(self, header: wire.WeightsHeader, requests: AsyncIterator[Any]) -> Any:
         self.live = FIRST.changed({"fc.weight": torch.zeros(4)}, header.version + 1)
         raise StaleFence("old")
 
@@ -303,29 +296,6 @@ async def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it
         assert (empty.queries, empty.paused) == (0, False)
         known = drafter.live.version  # the number that it has for the weights is one of theirs
         await rig.until(lambda now: now.version > known, lambda: rig.query(known))
-
-
-async def test_operators_pause_resume_and_roll_back(tmp_path: Path) -> None:
-    async with rig_of(tmp_path, policy="always") as rig:
-        await rig.until(lambda now: now.version >= 2, rig.query)
-        rig.loop.pause(True)
-        status = await rig.until(lambda now: now.doing == "idle")
-        for _ in range(5):
-            rig.query()
-        assert (rig.loop.demand, rig.status.queries) == ("", status.queries + 5)
-        assert (rig.status.version, rig.status.events) == (status.version, status.events)
-        assert await rig.loop.rollback(0) == status.version + 1
-        assert rig.drafters[0].live.hash == FIRST.hash
-        with pytest.raises(InvalidField, match="77 is not there; there are 0, 1"):
-            await rig.loop.rollback(77)
-        rig.loop.pause(False)
-        await rig.until(lambda now: now.version > status.version + 1, rig.query)
-        await rig.until(lambda now: now.doing == "idle")
-        rolling = asyncio.create_task(rig.loop.rollback(None))
-        await asyncio.sleep(0)
-        with pytest.raises(StaleFence, match="work under way"):
-            await rig.loop.rollback(None)
-        assert await rolling == rig.status.version
 
 
 async def test_nothing_is_pushed_or_saved_while_the_lease_is_not_its_own(tmp_path: Path) -> None:

@@ -35,16 +35,11 @@ from services.verifier.worker import Worker
 from tests.kernels import Shape, attend, filled_pool, random_batch, random_rows, tree_attention
 from tests.pretend import Counts, move, pretending
 from tests.sessions import VerifierClient, junk_tree
-from tests.tiny import make_target
 
 VOCAB, LAYERS, FEATURES = 1100, 4, (0, 2)
+TINY_TARGET = {"vocab": VOCAB, "layers": LAYERS, "tokenizer": False}
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=LAYERS, tokenizer=False)
 
 
 class Verifier:

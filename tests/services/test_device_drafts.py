@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.engine import Clock, Engine
 from coppice.engine.kv_cache import KVPool, KVShape
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, served_head
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.lm import LanguageModelHead
-from coppice.heads.registry import served_head
 from coppice.heads.tree import Ranking
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.drafter import Advance

@@ -100,9 +100,7 @@ async def test_replicas_register_while_they_run_also_in_a_registry_that_was_away
         return asyncio.create_task(Registry(redis.url, role, pool).keep(address, leaving))
 
     async def until(*addresses: str) -> None:
-        async with asyncio.timeout(20):
-            while told[-1:] != [addresses]:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        assert await holds(lambda: told[-1:] == [addresses])
 
     junk = {"unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"}
     client_of(redis).zadd(registry_key("drafter", "block"), junk)

@@ -60,9 +60,8 @@ async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(looku
         for root, commit in [(3, []), (9, [3]), (1, [9, 5]), (2, [1])]:
             delta = await session.draft(root, commit)
             assert delta.nodes == own_tree(session.committed, root, 16, params)
-            assert delta.fence == Fence(
-                session.step_number, len(session.committed), committed_hash(session.committed), 0, 0
-            )
+            ids = session.committed
+            assert delta.fence == Fence(session.step_number, len(ids), committed_hash(ids), 0, 0)
             assert delta.total_ns > 0
             assert delta.forward_ns == 0
             validate(delta.nodes, VOCAB)
@@ -120,9 +119,8 @@ async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service:
     bounds = ["--limits.sessions", "2", "--limits.idle_s", "0.3"]
     with start_service("services.drafter", *flags, *bounds) as service:
         async with drafting(service) as stub:
-            session = await DrafterClient(
-                stub, sampling=SamplingParams(temperature=1.0, seed=2), want_q_rows=True
-            ).open()
+            sampling = SamplingParams(temperature=1.0, seed=2)
+            session = await DrafterClient(stub, sampling=sampling, want_q_rows=True).open()
             delta = await session.draft(3, budget=4)
             assert delta.q_rows is not None
             assert delta.q_rows.shape == (4, VOCAB)

@@ -14,23 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AfmoeConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    GemmaConfig,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    PhimoeConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    StableLmConfig,
-)
 
 from coppice.engine import modules, steps
 from coppice.engine.attention import Sdpa, UnsupportedModel, using
@@ -60,30 +45,30 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "qwen3": lambda: Qwen3Config(**SMALL),
-    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
-    "mistral-window": lambda: MistralConfig(**SMALL, sliding_window=7),
-    "gemma": lambda: GemmaConfig(**SMALL),
-    "gemma2": lambda: Gemma2Config(
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**SMALL, sliding_window=7),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL),
+    "gemma2": lambda: transformers.Gemma2Config(
         **SMALL, sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=4.0, final_logit_softcapping=9.0
     ),
-    "gpt2": lambda: GPT2Config(
+    "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.25, bos_token_id=1,
         eos_token_id=2,
     ),
     # They do not hand keyword arguments, or their window, to their attention.
-    "stablelm": lambda: StableLmConfig(**SMALL),
-    "phimoe": lambda: PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=7),
+    "stablelm": lambda: transformers.StableLmConfig(**SMALL),
+    "phimoe": lambda: transformers.PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=7),
     # Attention of another form: sinks and windows; keys wider than values; a result that is viewed.
-    "gpt-oss": lambda: GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
-    "deepseek-v3": lambda: DeepseekV3Config(
+    "gpt-oss": lambda: transformers.GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4,
         qk_nope_head_dim=6, v_head_dim=7, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
     ),
-    "afmoe": lambda: AfmoeConfig(
+    "afmoe": lambda: transformers.AfmoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, moe_intermediate_size=16,
         num_dense_layers=1, sliding_window=7, global_attn_every_n_layers=3,
     ),
@@ -92,11 +77,11 @@ BACKENDS = ("sdpa", "ordered", "steps")
 
 
 @cache
-def model_of(name: str) -> PreTrainedModel:
+def model_of(name: str) -> transformers.PreTrainedModel:
     """The reference: stock attention, never given to an engine."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -271,7 +256,7 @@ def test_features_are_the_hidden_states_of_a_plain_forward(name: str) -> None:
     config.num_hidden_layers = 6
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
     engine = Engine(copy.deepcopy(model), kv_tokens=256)
     assert engine.info.feature_layers == (2, 3, 4)
     ids = some_ids(25)
@@ -328,7 +313,7 @@ def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path, monkeypatch
 
 def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, rope_parameters=rope))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL, rope_parameters=rope))
     assert Engine(model, kv_tokens=256).info.context.tokens == 64
 
 

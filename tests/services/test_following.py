@@ -26,6 +26,7 @@ from tests.processes import Service, until
 from tests.recorder import (
     IDS,
     LAYERS,
+    TINY_TARGET,
     WINDOW,
     Feeder,
     Recorder,
@@ -33,13 +34,12 @@ from tests.recorder import (
     feeding,
     fetched,
     start_verifier,
-    target,
     truth,
     verifier,
 )
 from tests.sessions import DrafterClient, VerifierClient, drafter_idle, drafting, status_of, verifying
 
-__all__ = ["start_verifier", "target", "truth", "verifier"]  # fixtures
+__all__ = ["TINY_TARGET", "start_verifier", "truth", "verifier"]  # fixtures, and the target's options
 FOLLOWED = "followed"
 ROW_BYTES = 4 * 64 * len(LAYERS)
 

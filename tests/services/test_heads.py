@@ -32,13 +32,13 @@ from coppice.wire.generation import Chunk
 from orchestrator.heads import HeadPool, feature_layers
 from orchestrator.metrics import OrchestratorMetrics
 from tests.processes import Service, StartService, free_port, until
-from tests.recorder import IDS, LAYERS, Recorder, drafter_of, target, truth
+from tests.recorder import IDS, LAYERS, TINY_TARGET, Recorder, drafter_of, truth
 from tests.reference import make_tree
 from tests.signals import counts, holds, queries
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB
 
-__all__ = ["target", "truth"]  # fixtures
+__all__ = ["TINY_TARGET", "truth"]  # fixtures, and the target's options
 MANY = tuple(range(20, 36))
 
 
@@ -270,30 +270,6 @@ async def test_sessions_move_to_a_drafter_that_comes(orchestrators: Orchestrator
 # Heads that are late, or refuse a text.
 
 NEW = 40
-
-
-class Erratic(Recorder):
-    """Late at every fourth step."""
-
-    LATE_S = 0.14
-    steps = 0
-
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        self.steps += 1
-        if self.steps % 4 == 0:
-            time.sleep(self.LATE_S)
-        yield from super().draft(jobs)
-
-
-async def test_a_drafter_that_is_late_now_and_then_is_left_alone(
-    orchestrators: Orchestrators, truth: list[int]
-) -> None:
-    head = Erratic(layers=(), truth=truth)
-    async with drafter_of(head) as drafter, orchestrators.over(100, erratic=drafter) as running:
-        answer = await running.client.generate(IDS, policy="single:erratic", max_new_tokens=NEW, ignore_eos=True)
-        assert list(answer.ids) == truth[len(IDS) :][:NEW]
-        assert 2 <= answer.late_drafts <= 4
-        assert await running.metric("coppice_heads_benched_total") == 1
 
 
 class Picky(Recorder):

@@ -32,12 +32,8 @@ from coppice.testing.tiny_models import save_tiny
 from tests.tiny import make_target
 
 WEIGHTS = "model.safetensors"
+TINY_TARGET = {"vocab": 96}
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), 96)
 
 
 @pytest.fixture
@@ -206,10 +202,10 @@ def halved(tmp_path: Path) -> Path:
     return make_target(tmp_path / "target", 96, hidden=64, tokenizer=False, dtype=torch.bfloat16)
 
 
-def say(folder: Path, quantization: dict[str, Any]) -> None:
+def say(folder: Path, how: dict[str, Any]) -> None:
     """Add to config.json how the weights are quantised."""
     file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": how}))
 
 
 def compress(folder: Path, bits: int, kind: Any, form: Any, activations: bool) -> None:

@@ -22,16 +22,11 @@ from services.verifier import ranks
 from services.verifier.ranks import check_devices
 from tests.processes import Service, StartService
 from tests.sessions import VerifierClient, described, junk_tree, verifying
-from tests.tiny import make_target
 
 VOCAB = 300  # a row of all ids can be sent
 IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
+TINY_TARGET = {"vocab": VOCAB, "max_len": 1024, "tokenizer": False}
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, max_len=1024, tokenizer=False)
 
 
 def flags(target: Path, ranks: int) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from coppice.stack.redis_server import find_server
 from services.adapter.service import Inbox, Lease
 from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
-from tests.processes import free_port
+from tests.processes import free_port, until
 from tests.services.test_signal_stream import RECORD, Reader
 from tests.signals import counts, eventually
 
@@ -86,12 +86,9 @@ async def test_records_pass_with_the_documented_rights_alone(redis: StrictRedis)
     producer.start()
     for _ in range(3):
         producer.query("a", RECORD)
-    async with asyncio.timeout(10):
-        while len(head.taken) < 3 or producer.demand_for("a") != "texts":  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        head.demand = ""
-        while producer.demand_for("a"):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: len(head.taken) >= 3 and producer.demand_for("a") == "texts")
+    head.demand = ""
+    await until(lambda: not producer.demand_for("a"))
     reading.cancel()
     await producer.stop()
     assert head.taken == [RECORD] * 3

@@ -257,9 +257,8 @@ def test_functions_of_numbers_know_no_neighbours(width: int) -> None:
     whole = by_rows(F.silu, states)
     torch.testing.assert_close(whole, F.silu(states))
     for first, count in ((0, 1), (3, 5), (7, 43), (100, 599)):
-        assert torch.equal(
-            by_rows(F.silu, states[:, first : first + count].contiguous()), whole[:, first : first + count]
-        )
+        rows = slice(first, first + count)
+        assert torch.equal(by_rows(F.silu, states[:, rows].contiguous()), whole[:, rows])
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.eval, prepack, fuse])

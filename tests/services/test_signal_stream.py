@@ -17,18 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from coppice.adaptation.signals import (
-    BOUNDS,
-    NUMBER,
-    SENDER,
-    Bounds,
-    Demand,
-    Producer,
-    QueryRecord,
-    Sample,
-    query_to_fields,
-    redis_key,
-)
+from coppice.adaptation import signals
 from coppice.errors import Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import LocalRedis
@@ -41,9 +30,9 @@ from tests.unit.test_records import RECORD, sample
 class Line:
     """A producer and what it counted."""
 
-    def __init__(self, url: str, bounds: Bounds = BOUNDS) -> None:
+    def __init__(self, url: str, bounds: signals.Bounds = signals.BOUNDS) -> None:
         self.registry = CollectorRegistry()
-        self.producer = Producer(url, self.registry, ["a"], bounds)
+        self.producer = signals.Producer(url, self.registry, ["a"], bounds)
 
     @property
     def counts(self) -> Counts:
@@ -58,7 +47,7 @@ class Line:
 
 
 @asynccontextmanager
-async def line_to(url: str, bounds: Bounds = BOUNDS) -> AsyncIterator[Line]:
+async def line_to(url: str, bounds: signals.Bounds = signals.BOUNDS) -> AsyncIterator[Line]:
     """A started producer; in the end each of its records was sent or dropped."""
     line = Line(url, bounds)
     line.producer.start()
@@ -91,13 +80,13 @@ async def test_records_arrive_as_they_were_made_and_what_waits_at_the_end_is_sen
 @pytest.mark.parametrize(
     ("bounds", "reason", "fits"),
     [
-        (Bounds(queue_entries=10), "full", 10),
-        (Bounds(queue_bytes=2000), "full", 10),
-        (Bounds(entry_bytes=10), "oversized", 0),
-        (Bounds(bytes_per_s=2000), "rate", 10),
+        (signals.Bounds(queue_entries=10), "full", 10),
+        (signals.Bounds(queue_bytes=2000), "full", 10),
+        (signals.Bounds(entry_bytes=10), "oversized", 0),
+        (signals.Bounds(bytes_per_s=2000), "rate", 10),
     ],
 )
-async def test_what_waits_is_bounded_and_the_rest_is_counted(bounds: Bounds, reason: str, fits: int) -> None:
+async def test_what_waits_is_bounded_and_the_rest_is_counted(bounds: signals.Bounds, reason: str, fits: int) -> None:
     async with line_to("redis://127.0.0.1:1/0", bounds) as line:
         line.put(40)
         assert set(line.counts.dropped) == {reason}
@@ -106,7 +95,7 @@ async def test_what_waits_is_bounded_and_the_rest_is_counted(bounds: Bounds, rea
 
 
 async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: LocalRedis) -> None:
-    async with line_to(redis.url, Bounds(stream_entries=100, stream_bytes=20_000)) as line:
+    async with line_to(redis.url, signals.Bounds(stream_entries=100, stream_bytes=20_000)) as line:
         line.put(1000)
         for _ in range(50):
             line.producer.sample("a", sample(rows=100))  # 2.4 kB and names
@@ -159,11 +148,11 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
 
     async with line_to(redis.url) as line:
         assert line.producer.demand_for("a") == ""
-        client.set(redis_key("b", "demand"), "texts")
-        client.set(redis_key("a", "demand"), "misses", px=1500)
+        client.set(signals.redis_key("b", "demand"), "texts")
+        client.set(signals.redis_key("a", "demand"), "misses", px=1500)
         await until("misses")
         await until("")  # it ran out
-        client.set(redis_key("a", "demand"), "texts")
+        client.set(signals.redis_key("a", "demand"), "texts")
         await until("texts")
         redis.stop()
         await until("")
@@ -208,19 +197,19 @@ class Reader:
 
     widths = 0, 0
 
-    def __init__(self, name: str = "a", demand: Demand = "") -> None:
+    def __init__(self, name: str = "a", demand: signals.Demand = "") -> None:
         self.name, self.demand = name, demand
         self.state = State()
-        self.taken: list[QueryRecord] = []
+        self.taken: list[signals.QueryRecord] = []
 
     @property
     def sessions(self) -> list[str]:
         return [record.session for record in self.taken]
 
-    def take_query(self, record: QueryRecord) -> None:
+    def take_query(self, record: signals.QueryRecord) -> None:
         self.taken.append(record)
 
-    def take_sample(self, sample: Sample) -> None:
+    def take_sample(self, sample: signals.Sample) -> None:
         raise AssertionError("none is sent")
 
     async def until(self, count: int) -> None:
@@ -244,7 +233,10 @@ def add(
 ) -> list[str]:
     """Put a sender's numbered records into a stream, with ids of a time or of now; returns their sessions."""
     for number in numbers:
-        fields: Any = query_to_fields(replace(RECORD, session=f"s{number}")) | {SENDER: b"sender", NUMBER: str(number)}
+        fields: Any = signals.query_to_fields(replace(RECORD, session=f"s{number}")) | {
+            signals.SENDER: b"sender",
+            signals.NUMBER: str(number),
+        }
         (client or client_of(redis)).xadd(key, fields, id=f"{at_ms}-{number}" if at_ms else "*")
     return [f"s{number}" for number in numbers]
 

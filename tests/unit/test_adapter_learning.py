@@ -12,19 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from coppice.adaptation.signals import Sample
 from coppice.adaptation.weights import Weights, variant_name
 from coppice.client.adapter import plain
-from coppice.commands import adapter as adapter_command
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import load_head, save_head
 from coppice.training.losses import Targets
 from coppice.v1 import adapter_pb2 as pb
 from services.adapter.decide import UPDATES, Arm
-from services.adapter.learn import SAMPLES, Groups, Interrupted, Learner, Pace
+from services.adapter.learn import SAMPLES, Groups, Learner, Pace
 from services.adapter.state import FILE, VERSIONS, State, Versions
 from tests.unit.test_feature_heads import VOCAB, save_random
 from tests.unit.test_records import sample
@@ -140,7 +138,7 @@ def test_texts_teach_their_own_tokens_and_nothing_behind_their_end(learners: dic
 def test_a_learner_that_is_stopped_gives_its_update_up(heads: dict[str, Path], target: Path) -> None:
     learner = Learner(heads["eagle3"], target)
     learner.stopped.set()
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedError):
         learner.learn(Arm.FULL, {}, circles(learner), [])
 
 
@@ -251,15 +249,3 @@ def test_texts_of_queries_that_never_end_are_bounded_and_so_is_a_group() -> None
     assert [len(texts) for texts in groups.of(1)] == [128, 8]
     groups.claim("s99", 1)
     assert groups.counts() == {1: 128}
-
-
-def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
-    console = Console(record=True, width=120)
-    adapter_command.show(STATUS, console)
-    text = console.export_text()
-    for word in ("paused", "not measured", "does not answer", "loss 2 to 1", "+25.0% ± 12.5%"):
-        assert word in text
-    shown = plain(STATUS)
-    assert (shown["weights_hash"], shown["history"][0]["version"]) == (STATUS.weights_hash.hex(), None)
-    adapter_command.draw([STATUS, STATUS], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from coppice.commands.generate import print_tree
 from coppice.commands.serve import EVERY_ROLE, ROLES
 from coppice.config.settings import Settings
 from coppice.stack.spec import SHIPPED_HEADS
-from coppice.wire.generation import ChatMessage, StepTree
-from orchestrator.text import ChatTemplate
+from coppice.wire.generation import StepTree
 from tests.fake_service import MAX_LEN, Echo, echo_server
 
 ROOT = Path(__file__).parents[2]
@@ -129,10 +127,12 @@ top --address 127.0.0.1:1 -> 3: no metrics at 127.0.0.1:1; start a server with `
 serve adviser -> No such command 'adviser'
 train head --kind hydra --data a=b --out x --target y -> --kind
 bench exact --head a=bigram,b -> --head
-bench exact --methods nonsense -> methods: 'nonsense' is not one of plain, route
+bench exact --methods plain,nonsense -> methods: 'nonsense' is not one of plain, route
 bench run --category cooking -> categories there: code, maths, story
 bench run --temperatures warm -> temperatures: 'warm' is not a list of numbers
-bench run --sessions 0 -> sessions: 0 is outside 1
+bench run --sessions 1,0 -> sessions: 0 is outside 1
+bench exact --budgets 1,x -> budgets: '1,x' is not a list of numbers
+bench adapt --methods never,bad -> methods: 'bad'
 bench run --json /missing/x.json -> /missing/x.json cannot be written
 up --target /missing -> --target: /missing holds no model (no config.json)
 up /missing/model -> MODEL: /missing/model is neither a folder nor a name such as
@@ -366,11 +366,3 @@ def test_doctor_lists_the_models_and_says_what_to_do(run: Run, monkeypatch: pyte
     with echo_server() as (address, _):
         code, out, _ = run("doctor", "--address", address)
     assert (code, 'try: coppice generate "Once upon a time"\n' in out) == (0, True)
-
-
-def test_a_template_gets_the_names_and_the_reasoning_that_are_there(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "models" / "demo" / "target" / "tokenizer.json", tmp_path)
-    source = "{% for m in messages %}{{ m.name or '-' }}{{ m.reasoning_content is defined }}{{ m.content }};{%endfor%}"
-    (tmp_path / "chat_template.jinja").write_text(source)
-    chat = [ChatMessage("user", "Hi", name="eve"), ChatMessage("assistant", "", "because")]
-    assert ChatTemplate(tmp_path).render(chat) == "eveFalseHi;-True;"

@@ -117,34 +117,26 @@ def test_events_fold_into_a_completion_a_cancelled_one_if_they_are_cut_short() -
 
 def test_a_notebook_shows_an_answer_with_its_trees_as_text_that_is_no_markup() -> None:
     answer = Accumulator()
-    # Nodes 1 and 4 lie below the root, 2 and 3 below 1; 1 and 3 are accepted, 4 is cut.
-    tree = StepTree(
-        7, (8, 9, 10, 11), (0, 1, 1, 0), (-1.0,) * 4, (1,) * 4, ("<b>", "x", "", "z"), (1, 3), "r", cut=(4,)
-    )
-    answer.add(Chunk("<b>!", (8, 10, 12), (Origin.DRAFT, Origin.DRAFT, Origin.ROOT), ("<b>", "", "!"), (), tree))
+    tree = StepTree(7, (8,), (0,), (-1.0,), (1,), ("<b>",), (1,), "r")
+    answer.add(Chunk("<b>!", (8, 12), (Origin.DRAFT, Origin.ROOT), ("<b>", "!"), (), tree))
     shown = answer.completion()._repr_html_()
     assert "<u>&lt;b&gt;</u>!</pre>" in shown
-    nodes = "<li><b>&#x27;&lt;b&gt;&#x27;</b><ul><li><span>&#x27;x&#x27;</span></li><li><b>10</b></li></ul></li>"
-    cut = "<li><s>&#x27;z&#x27;</s></li>"
-    title = "step 1: &#x27;r&#x27;, 2 of 4 drafted tokens accepted"
-    assert shown.endswith(f"<details><summary>{title}</summary><ul>{nodes}{cut}</ul></details>")
+    assert "<li><b>&#x27;&lt;b&gt;&#x27;</b></li>" in shown
+    assert "step 1: &#x27;r&#x27;, 1 of 1 drafted tokens accepted" in shown
 
 
 # --- calls ---
 
 
-def test_leaving_a_stream_cancels_the_call() -> None:
+def test_leaving_a_stream_cancels_the_call_and_a_deadline_says_how_long_it_was() -> None:
     with echo_server() as (address, echo), Client(address) as client:
         for event in client.stream("wait"):
             if isinstance(event, Chunk):
                 break
         assert echo.cancelled.wait(5)
-
-
-def test_a_deadline_is_an_error_of_its_own_that_says_how_long_it_was() -> None:
-    says = pytest.raises(DeadlineExceeded, match=r"not done within 0\.3 s")
-    with echo_server() as (address, _), Client(address) as client, says:
-        client.generate("wait", timeout=0.3)
+        echo.cancelled.clear()
+        with pytest.raises(DeadlineExceeded, match=r"not done within 0\.3 s"):
+            client.generate("wait", timeout=0.3)
 
 
 def test_an_async_client_is_made_outside_of_a_loop_and_says_when_it_is_closed() -> None:

@@ -17,13 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Head, with_tree_shape
+from coppice.heads.base import DraftJob, Head, build_head, served_head, with_tree_shape
 from coppice.heads.block_head import BEST_CHILD, BLOCKS, PARENTS, WIDTHS
 from coppice.heads.checkpoints import load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.layers import Rotary, largest
 from coppice.heads.models import Eagle3Config, Eagle3Model
-from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, paths
 from coppice.testing import HeadContract

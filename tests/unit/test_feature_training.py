@@ -18,31 +18,16 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import TargetParts, load_head
 from coppice.speculation.sampling import SamplingParams
+from coppice.training import losses
 from coppice.training.answers import Answer, AnswerPlan, TargetAnswers, record_answers
 from coppice.training.data import DataError, is_held_out
 from coppice.training.heads import build_student, head_config
-from coppice.training.losses import (
-    LOSSES,
-    RANK_AFTER,
-    HeadLoss,
-    Student,
-    Targets,
-    Teacher,
-    accepted_length,
-    block_states,
-    bucket_of,
-    l1_loss,
-    measure,
-    overlap,
-    soft_loss,
-    visible,
-)
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMaskedBlock, Text, save_random
 
-WHOLE = LOSSES["specblock"] | {"every": 1}
+WHOLE = losses.LOSSES["specblock"] | {"every": 1}
 """with later blocks behind every row"""
-Lesson = tuple[Student, Teacher, Answer]
+Lesson = tuple[losses.Student, losses.Teacher, Answer]
 """a student, its teacher, and some texts"""
 
 
@@ -50,7 +35,7 @@ def test_a_slot_sees_its_path_and_nothing_else() -> None:
     rows, slots, cuts = 4, 2, (1, 2)
     blocks = len(cuts) + 1
     for starts in (range(rows), (1, 3)):
-        mask = visible(rows, slots, cuts, torch.tensor(starts))
+        mask = losses.visible(rows, slots, cuts, torch.tensor(starts))
         columns = [(0, other) for other in range(rows)]
         columns += [(block, other) for block in range(1, blocks) for other in starts]
         assert mask.shape == (len(starts) * slots, len(columns) * slots)
@@ -68,17 +53,17 @@ def test_later_blocks_of_some_rows_are_those_of_all(specblock: Lesson) -> None:
     student, teacher, texts = specblock
     states: list[torch.Tensor] = []
     student.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
-    HeadLoss(teacher, **WHOLE)(student, texts)
+    losses.HeadLoss(teacher, **WHOLE)(student, texts)
     whole, first = list(states), int(texts.ids.sum()) % 3
     states.clear()
-    HeadLoss(teacher, **LOSSES["specblock"])(student, texts)
+    losses.HeadLoss(teacher, **losses.LOSSES["specblock"])(student, texts)
     assert torch.equal(states[0], whole[0])
     for block in (1, 2):
         assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-4)
 
 
 @torch.no_grad()
-def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, Answer]:
+def answer(folder: Path, head: torch.nn.Module) -> tuple[losses.Teacher, Answer]:
     """A teacher, and texts as Hugging Face's own forward reads them."""
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -86,25 +71,25 @@ def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, Answer]:
     layers = default_feature_layers(len(out.hidden_states) - 1)
     features = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
     draft_ids = torch.arange(head.config.draft_vocab_size) + head.d2t
-    return Teacher(TargetParts(folder).output, draft_ids), Answer(ids, features, out.last_hidden_state)
+    return losses.Teacher(TargetParts(folder).output, draft_ids), Answer(ids, features, out.last_hidden_state)
 
 
 @pytest.fixture
 def specblock(target: Path, tmp_path: Path) -> Lesson:
     """A random SpecBlock head, and what it learns from."""
     loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
-    return Student(loaded.model, loaded.embedding), *answer(target, loaded.model)
+    return losses.Student(loaded.model, loaded.embedding), *answer(target, loaded.model)
 
 
 def trained_states(
     slow: Any, target: Path, fields: dict[str, Any]
-) -> tuple[list[torch.Tensor], Student, Teacher, Answer]:
+) -> tuple[list[torch.Tensor], losses.Student, losses.Teacher, Answer]:
     """Every block's states in a loss of these fields, the student, its teacher, and the texts."""
     teacher, texts = answer(target, slow.model)
     states: list[torch.Tensor] = []
     slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
-    student = Student(slow.model, slow.embedding)
-    assert HeadLoss(teacher, **fields)(student, texts).item() > 0
+    student = losses.Student(slow.model, slow.embedding)
+    assert losses.HeadLoss(teacher, **fields)(student, texts).item() > 0
     return list(states), student, teacher, texts
 
 
@@ -126,13 +111,13 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
     settings = with_tree_shape(DrafterSettings(kind=kind, path=str(folder), target=str(target)))
     slow = SLOW[kind](folder, target, settings)
     changes: dict[str, Any] = {"specblock": {"every": 1}, "eagle3": {"blocks": 3, "every": 1}}
-    states, student, teacher, read = trained_states(slow, target, LOSSES[kind] | changes.get(kind, {}))
+    states, student, teacher, read = trained_states(slow, target, losses.LOSSES[kind] | changes.get(kind, {}))
     text = Text(read.ids[0].tolist(), read.features[0])
     for row in (0, 3, 6):
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
         if isinstance(slow, SlowMaskedBlock):
-            targets = replace(Targets.of(read, teacher), rows=torch.tensor([0, 3, 6]))
-            blocks = block_states(student, read, targets)[0, row // 3]
+            targets = replace(losses.Targets.of(read, teacher), rows=torch.tensor([0, 3, 6]))
+            blocks = losses.block_states(student, read, targets)[0, row // 3]
             assert torch.allclose(slow.model.norm(blocks), slow.states(text, 0, job), atol=1e-4)
         elif isinstance(slow, SlowEagle3):
             path = [(states[step][0, row], text.ids[row + 2 + step]) for step in range(2)]
@@ -146,33 +131,33 @@ def check_learning(kind: str, target: Path, fields: dict[str, Any]) -> None:
     parts = TargetParts(target)
     codes = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
     strong = torch.nn.functional.normalize(parts.output, dim=-1)
-    teacher = Teacher(strong, torch.arange(VOCAB))
+    teacher = losses.Teacher(strong, torch.arange(VOCAB))
     config = head_config(kind, parts, draft_vocab_size=VOCAB)
     student = build_student(config, parts, torch.arange(VOCAB), seed=0)
-    loss = HeadLoss(teacher, **fields | {"every": 1})
+    loss = losses.HeadLoss(teacher, **fields | {"every": 1})
     ids = (torch.arange(20)[None] + torch.arange(0, 16, 2)[:, None]) % 16
     texts = Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16])
-    untrained = accepted_length(measure(student, loss, texts))
-    optimiser, losses = torch.optim.AdamW(student.parameters(), lr=5e-3), []
+    untrained = losses.accepted_length(losses.measure(student, loss, texts))
+    optimiser, course = torch.optim.AdamW(student.parameters(), lr=5e-3), []
     for _ in range(40):
         optimiser.zero_grad()
-        losses.append(loss(student, texts))
-        losses[-1].backward()
+        course.append(loss(student, texts))
+        course[-1].backward()
         optimiser.step()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in student.parameters())
-    assert losses[-1] < 0.5 * losses[0]
-    assert untrained < 2 < 4 < accepted_length(measure(student, loss, texts))
+    assert course[-1] < 0.5 * course[0]
+    assert untrained < 2 < 4 < losses.accepted_length(losses.measure(student, loss, texts))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
-    check_learning(kind, target, LOSSES[kind])
+    check_learning(kind, target, losses.LOSSES[kind])
 
 
 def test_every_distance_falls_to_its_least_at_the_targets_distribution() -> None:
     draws = torch.Generator().manual_seed(1)
     taught = (2 * torch.randn(3, 20, generator=draws)).softmax(-1)
-    for distance, share in ((soft_loss, 0.0), (l1_loss, 0.9)):
+    for distance, share in ((losses.soft_loss, 0.0), (losses.l1_loss, 0.9)):
         away = torch.randn(3, 20, generator=draws)
         logits = (taught.log() + away).requires_grad_()
         loss = distance(logits, taught)
@@ -182,12 +167,12 @@ def test_every_distance_falls_to_its_least_at_the_targets_distribution() -> None
         assert torch.allclose(loss, slow, atol=1e-6)
         gradients = (torch.autograd.grad(of, logits)[0] for of in (2 * loss, 2 * slow))
         assert torch.allclose(*gradients, atol=1e-6)
-    assert torch.allclose(overlap(taught.log(), taught), torch.ones(3))
+    assert torch.allclose(losses.overlap(taught.log(), taught), torch.ones(3))
 
 
 def test_targets_are_the_tokens_behind(specblock: Lesson, target: Path) -> None:
     _, teacher, texts = specblock
-    ids, targets = texts.ids, Targets.of(texts, teacher)
+    ids, targets = texts.ids, losses.Targets.of(texts, teacher)
     logits = LlamaForCausalLM.from_pretrained(target)(input_ids=ids).logits[..., teacher.draft_ids].softmax(-1)
     for offset in range(3):
         gold = targets.behind(offset)
@@ -205,7 +190,7 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(specblock: Less
 
     def counts(masked: bool) -> list[tuple[int, int]]:
         """(rows, right ones) of each slot."""
-        slots = HeadLoss(teacher, **WHOLE).slots(student, texts, masked=masked)
+        slots = losses.HeadLoss(teacher, **WHOLE).slots(student, texts, masked=masked)
         return [(len(slot.gold), int(slot.right.sum())) for slot in slots]
 
     masked, whole, slots = counts(True), counts(False), student.model.config.slots
@@ -217,27 +202,27 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(specblock: Less
 
 def test_gradients_reach_what_they_should(specblock: Lesson, target: Path, tmp_path: Path) -> None:
     student, teacher, texts = specblock
-    HeadLoss(teacher, **WHOLE)(student, texts).backward()
+    losses.HeadLoss(teacher, **WHOLE)(student, texts).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
     student.zero_grad()
-    HeadLoss(teacher, **WHOLE)(student, texts, share=0.0).backward()
+    losses.HeadLoss(teacher, **WHOLE)(student, texts, share=0.0).backward()
     without = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
     student.zero_grad()
-    HeadLoss(teacher, **WHOLE)(student, texts, share=RANK_AFTER).backward()
+    losses.HeadLoss(teacher, **WHOLE)(student, texts, share=losses.RANK_AFTER).backward()
     for name, p in student.named_parameters():
         if "rank_head" in name:
             assert name not in without or not without[name].any()
         else:
             assert torch.allclose(p.grad, without[name], atol=1e-6)  # equation 4: no rank gradient in the trunk
     eagle = load_head("eagle3", save_random(tmp_path / "e", "eagle3"), target)
-    learner = Student(eagle.model, eagle.embedding)
-    HeadLoss(teacher, **LOSSES["eagle3"])(learner, texts).backward()
+    learner = losses.Student(eagle.model, eagle.embedding)
+    losses.HeadLoss(teacher, **losses.LOSSES["eagle3"])(learner, texts).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in learner.parameters())
 
 
 def test_buckets_are_those_of_the_paper() -> None:
     logits = torch.arange(20, 0, -1).float().expand(20, -1)
-    assert bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
+    assert losses.bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
 
 
 def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:

@@ -23,17 +23,13 @@ from typer.testing import CliRunner
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head
-from coppice.heads.registry import build_head
-from coppice.speculation.sampling import SamplingParams
 from coppice.training import heads, progress
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import app as train
 from coppice.training.heads import TrainingConfig
 from coppice.training.trainer import Recipe, Trainer
-from coppice.wire.drafter import OpenDraft
 from tests.tiny import make_target
 
 SMALL = AnswerPlan(256, length=64)
@@ -87,32 +83,6 @@ def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     assert weights < 2.2 * parameters + 8 * loaded.config.vocab_size + 20_000  # no embedding in it
-
-
-@pytest.fixture(scope="module")
-def gemma(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a target whose full attention turns positions otherwise than its sliding windows do."""
-    folder = tmp_path_factory.mktemp("gemma")
-    config = json.loads((make_target(folder / "target", layers=6, gemma=True) / "config.json").read_text())
-    assert {"full_attention", "sliding_attention"} <= config["rope_parameters"].keys()
-    (folder / "words.txt").write_text((place / "words.txt").read_text())
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["specblock", "jetspec", "dspark"])
-def test_kinds_are_trained_for_a_target_whose_layers_turn_positions_otherwise(gemma: Path, kind: str) -> None:
-    out = gemma / kind
-    flags = ("--kind", kind, "--tokens", "512", "--lessons", str(gemma / "lessons"))
-    told = run(train, gemma, "head", *flags, "--out", str(out), ends=(0,))
-    assert "rope_parameters: {'rope_theta': 1000000.0, 'rope_type': 'default'}" in told
-    assert f"wrote {out}, accepted length 1." in told
-    assert f"try: coppice up --target {gemma / 'target'} --head mine={kind}:{out}" in told
-    settings = DrafterSettings(kind=kind, path=str(out), target=str(gemma / "target"))
-    drafter = build_head(settings)
-    opening = OpenDraft("", [5, 6, 7, 8], SamplingParams(), features=drafter.blank_features(0, 4))
-    assert list(drafter.open(1, opening))
-    nodes = [grown.nodes for part in drafter.draft([DraftJob(1, 9, 4, 8, SamplingParams())]) for grown in part]
-    assert sum(map(len, nodes)) >= 1
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from coppice.config.sections import HEAD_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.base import DraftJob, Growth, Head, build_head
 from coppice.heads.ngram import NgramHead
-from coppice.heads.registry import build_head
 from coppice.speculation.tree import TreeError
 from coppice.testing import HeadContract
 from coppice.wire.drafter import Advance, OpenDraft
@@ -121,6 +120,6 @@ def test_a_packages_builder_that_raises_is_refused_in_a_line(monkeypatch: pytest
     def build(settings: DrafterSettings) -> Head:
         raise FileNotFoundError(2, "No such file", "table.json")
 
-    monkeypatch.setattr("coppice.heads.registry.extension", lambda *_: build)
+    monkeypatch.setattr("coppice.heads.base.extension", lambda *_: build)
     with pytest.raises(InvalidField, match=r"^drafter.kind: mine cannot be built: FileNotFoundError: .*table.json'$"):
         build_head(DrafterSettings.model_construct(kind="mine"))

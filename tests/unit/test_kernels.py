@@ -140,9 +140,8 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
         later.compact([(table, prefix, path[:-1].tolist())])
         later.extend(table, prefix + len(path))
         q, k, v = (part[1 + node : 2 + node] for part in layer[:3])
-        plain = attend(
-            function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), (q, k, v, layer[3]), later, shape
-        )
+        step = pack([Piece.chain(table, prefix + len(path) - 1, [1])])
+        plain = attend(function, step, (q, k, v, layer[3]), later, shape)
         same.append(torch.equal(plain[0], drafted[node]))
     return all(same)
 

@@ -18,6 +18,7 @@ from coppice.rpc.server import Door, add_service
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2 import DraftRequest, DraftResponse
 from coppice.wire.common import begin_item, message_item
+from tests.processes import until
 
 SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 
@@ -65,12 +66,6 @@ async def serving(port: int = 0, servicer: Any = None) -> AsyncIterator[tuple[An
 async def linked() -> AsyncIterator[tuple[Any, Door, Any, Stub]]:
     async with serving() as (echo, door, server, address), Dialer().open(address) as channel:
         yield echo, door, server, Stub(channel, drafter_pb2)
-
-
-async def until(done: Any) -> None:
-    async with asyncio.timeout(20):
-        while not done():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def asked(call: Any, number: int) -> float:

@@ -22,9 +22,8 @@ from coppice.engine.engine import ForwardOutput
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Growth
+from coppice.heads.base import DraftJob, Growth, build_head, served_head
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead, common_width, tokenizer_hash
-from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, OpenDraft

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from coppice.config.model import read_tokenizer
 from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import TargetParts, load_head
 from coppice.training.answers import Answer, write_answers
-from coppice.training.data import load_tokenizer
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, measure
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -36,7 +36,7 @@ LAYERS = (2, 3, 10, 11, 17, 18)
 def answers() -> list[Answer]:
     """The target's answers with the features of LAYERS."""
     engine = load_engine(DEMO / "target", dtype="float32", kv_tokens=4096)
-    prompts = [load_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS * 4]
+    prompts = [read_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS * 4]
     return write_answers(engine, prompts, [LENGTH] * len(prompts), TEMPERATURE, SEED, LAYERS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from coppice.engine import modules
 from coppice.engine.modules import FusedLinear, PackedLinear, call_directly, fuse, merge_launches, pays, prepack
-from coppice.machine import this_machine
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}
 
@@ -59,20 +57,6 @@ def test_a_packed_model_gives_its_matrices_back_and_takes_new_ones(dtype: torch.
     prepack(packed)
     x = torch.randn(3, 96, dtype=dtype)
     torch.testing.assert_close(packed(x), -stock(x), rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
-
-
-@pytest.mark.parametrize(
-    ("vendor", "features", "faster"),
-    [("AuthenticAMD", {"avx512f"}, True), ("AuthenticAMD", {"avx2"}, False), ("GenuineIntel", {"avx512f"}, False)],
-)
-def test_float32_is_packed_where_that_is_known_to_be_faster(
-    vendor: str, features: set[str], faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = replace(this_machine(), vendor=vendor, features=tuple(features))
-    monkeypatch.setattr(modules, "this_machine", lambda: machine)
-    pays.cache_clear()
-    assert pays(torch.float32) == (faster and torch.backends.mkldnn.is_available())
-    pays.cache_clear()
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)

@@ -18,22 +18,8 @@ from hypothesis import strategies as st
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head
-from coppice.heads.ngram import (
-    BLOCKS,
-    CHUNK,
-    EXP_EULER_GAMMA,
-    FOLLOWERS,
-    INDEXED,
-    OCCURRENCES,
-    ORDERS,
-    SALTS,
-    Bigram,
-    Lookup,
-    Memory,
-    draft_scores,
-)
-from coppice.heads.registry import build_head
+from coppice.heads import ngram
+from coppice.heads.base import DraftJob, Growth, Head, build_head
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, paths, validate
@@ -123,7 +109,7 @@ def witten_bell(ids: list[int], previous: int, token: int) -> float:
 @settings(max_examples=40 * EFFORT, deadline=None)
 @given(ids=texts)
 def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) -> None:
-    model = Bigram(VOCAB)
+    model = ngram.Bigram(VOCAB)
     model.extend(ids)
     for previous in range(VOCAB):
         expected = [witten_bell(ids, previous, token) for token in range(VOCAB)]
@@ -132,7 +118,7 @@ def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) ->
         candidates = model.followers(previous)
         np.testing.assert_allclose(list(candidates.values()), [expected[token] for token in candidates])
         seen = {b for a, b in pairwise(ids) if a == previous}
-        assert len(seen & candidates.keys()) == min(len(seen), FOLLOWERS) or len(seen) > FOLLOWERS
+        assert len(seen & candidates.keys()) == min(len(seen), ngram.FOLLOWERS) or len(seen) > ngram.FOLLOWERS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,19 +134,19 @@ def suffix_matches(text: list[int]) -> dict[int, int]:
     lengths = {}
     for at in range(len(text) - 1):
         length = 0
-        while length < min(ORDERS[-1], at + 1) and text[at - length] == text[-1 - length]:
+        while length < min(ngram.ORDERS[-1], at + 1) and text[at - length] == text[-1 - length]:
             length += 1
         if length:
             lengths[at] = length
     return lengths
 
 
-def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) - 1) -> float:
+def blended(votes: list[tuple[int, int]], token: int, order: int = len(ngram.ORDERS) - 1) -> float:
     """The formula of coppice/heads/ngram.py, from the longest of ORDERS down."""
     if order < 0:
         return 0.0
     below = blended(votes, token, order - 1)
-    followers = [follower for length, follower in votes if length >= ORDERS[order]]
+    followers = [follower for length, follower in votes if length >= ngram.ORDERS[order]]
     if not followers:
         return below
     escapes = len(set(followers)) + 1
@@ -170,15 +156,15 @@ def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) -
 @settings(max_examples=150 * EFFORT, deadline=None)
 @given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=40), root=st.integers(0, 3))
 def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) -> None:
-    model = Lookup()
+    model = ngram.Lookup()
     model.extend(ids)
     found, expected = {at: length for _, at, length in model.start(root)}, suffix_matches([*ids, root])
     assert found.items() <= expected.items()
-    assert len(found) == min(len(expected), OCCURRENCES)
-    for least in INDEXED:  # of each indexed order the latest were taken before any shorter match
+    assert len(found) == min(len(expected), ngram.OCCURRENCES)
+    for least in ngram.INDEXED:  # of each indexed order the latest were taken before any shorter match
         reach = [at for at, length in expected.items() if length >= least]
         kept = [at for at in reach if at in found]
-        assert len(kept) == min(len(reach), OCCURRENCES)
+        assert len(kept) == min(len(reach), ngram.OCCURRENCES)
     state = model.start(root)
     while followers := model.followers(state):  # along the most likely path
         votes = [(length, ids[at + 1]) for _, at, length in state if at + 1 < len(ids)]
@@ -195,18 +181,18 @@ def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) 
 def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
     ids: list[int], root: int, seed: int, coupled: bool
 ) -> None:
-    model, temperature, position = Bigram(VOCAB), 0.7, 33
+    model, temperature, position = ngram.Bigram(VOCAB), 0.7, 33
     model.extend(ids)
     candidates = model.followers(root)
     job = DraftJob(1, root, position - 1, 8, SamplingParams(temperature=temperature, seed=seed), coupled)
-    got = {token: score for score, token in draft_scores(candidates, job, position, VOCAB)}
+    got = {token: score for score, token in ngram.draft_scores(candidates, job, position, VOCAB)}
     tokens = np.array(list(candidates))
     mass = sum(candidates.values())
     rest = np.log(max(1 - mass, 1e-6))
     scores = np.log(list(candidates.values())) / temperature
     scores += np.log(mass) - np.logaddexp.reduce(scores)
     if coupled:
-        scores, rest = scores + noise(seed, position, tokens), rest + np.log(EXP_EULER_GAMMA)
+        scores, rest = scores + noise(seed, position, tokens), rest + np.log(ngram.EXP_EULER_GAMMA)
     scores -= np.logaddexp.reduce([*scores, rest])
     np.testing.assert_allclose([got[token] for token in tokens.tolist()], np.minimum(scores, -1e-6), atol=1e-9)
 
@@ -216,7 +202,7 @@ def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed(tmp_path: Path) ->
     head = make_head("bigram", target=str(tmp_path), depth=5)
     ids = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
     begin(head, 1, ids, want_q_rows=True)
-    model = Bigram(VOCAB)
+    model = ngram.Bigram(VOCAB)
     model.extend(ids)
     counts = np.zeros(VOCAB)
     for seed in range(300):
@@ -302,7 +288,7 @@ def test_the_oldest_texts_are_forgotten_first() -> None:
 
 def test_the_salt_that_was_used_longest_ago_is_forgotten() -> None:
     head = make_head(memory_tokens=100)
-    for number in range(SALTS):
+    for number in range(ngram.SALTS):
         say(head, text(0), str(number))
     full = head.remembered
     say(head, [1, 2, 3, 4], "0")
@@ -314,21 +300,23 @@ def test_the_salt_that_was_used_longest_ago_is_forgotten() -> None:
 
 
 def test_a_long_text_is_taken_in_by_chunks_and_its_end_kept() -> None:
-    head = make_head(memory_tokens=10 * CHUNK)
-    long = [n % MANY for n in range(0, 77 * 12 * CHUNK, 77)]
+    head = make_head(memory_tokens=10 * ngram.CHUNK)
+    long = [n % MANY for n in range(0, 77 * 12 * ngram.CHUNK, 77)]
     say(head, long, "a")
-    assert CHUNK < head.remembered <= 10 * CHUNK
+    assert ngram.CHUNK < head.remembered <= 10 * ngram.CHUNK
     assert begin(head, 2, [7, 8, 9], salt="a") >= 10
 
 
 @settings(max_examples=60 * EFFORT, deadline=None)
 @given(lengths=st.lists(st.integers(1, 90), max_size=60), most=st.integers(1, 300))
 def test_a_memory_is_bounded_in_tokens_and_parts_whatever_it_hears(lengths: list[int], most: int) -> None:
-    memory = Memory(most)
+    memory = ngram.Memory(most)
     for length in lengths:
         memory.add([1] * length)
         assert memory.tokens == sum(len(block.ids) for block in memory.blocks) <= most
-        assert all(len(newer.ids) + len(older.ids) > most // BLOCKS for newer, older in pairwise(list(memory.blocks)))
+        assert all(
+            len(newer.ids) + len(older.ids) > most // ngram.BLOCKS for newer, older in pairwise(list(memory.blocks))
+        )
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -339,13 +327,13 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 def test_a_memory_is_looked_up_as_if_it_stood_before_the_text(
     texts: list[list[int]], ids: list[int], root: int
 ) -> None:
-    memory, whole = Memory(1000), Lookup()
+    memory, whole = ngram.Memory(1000), ngram.Lookup()
     for number, earlier in enumerate(texts):
         memory.add(earlier)
         whole.extend([*earlier, MANY + number])
     for _ in memory.count():
         pass
-    model = Lookup(memory.blocks)
+    model = ngram.Lookup(memory.blocks)
     model.extend(ids)
     whole.extend(ids)
     state, expected = model.start(root), whole.start(root)

@@ -136,23 +136,6 @@ def ids_of(seed: int, length: int = 20) -> list[int]:
     return [rng.randrange(50) for _ in range(length)]
 
 
-def test_a_text_that_went_on_lies_where_it_was(cached: Cached) -> None:
-    text = ids_of(0)
-    first = cached.open(text, room=12)
-    blocks = first.table.blocks.tolist()
-    cached.commit(first, text := [*text, *range(8)], 20)
-    cached.cache.close(first)
-    second = cached.open([*text, 1, 2], room=30)
-    assert second.reused_tokens == 28
-    assert second.table.blocks[:7].tolist() == blocks[:7]
-    assert second.table.consecutive
-    third = cached.open([*text, 3], room=30)  # beside the second, so it has copies
-    assert third.reused_tokens == 28
-    assert third.table.consecutive
-    assert not set(third.table.blocks.tolist()) & set(second.table.blocks.tolist())
-    assert np.array_equal(cached.read(third, 29), values([*text, 3]))
-
-
 def test_blocks_are_shared_where_there_is_no_room_for_copies(cached: Cached) -> None:
     text = ids_of(1, 80)
     first = cached.open(text, room=0)
@@ -198,17 +181,3 @@ def test_what_was_used_longest_ago_is_given_up_first_and_a_text_from_its_end() -
     cached.cache.close(cached.open(ids_of(9, 8)))
     kept = {seed: len(cached.cache._find(opening(ids_of(seed)))) for seed in (6, 7, 8)}
     assert kept == {6: 4, 7: 3, 8: 4}
-
-
-def test_what_its_own_session_has_copies_of_is_back_when_that_ends() -> None:
-    cached = Cached(blocks=16)
-    text = ids_of(10)
-    first = cached.open(text, room=4)
-    second = cached.open([*text, 1], room=3)
-    assert second.reused_tokens == 20
-    cached.cache.close(first)
-    third = cached.open(ids_of(11, 40))  # takes the room of the first one
-    assert not cached.cache._find(opening(text))
-    cached.cache.close(second)
-    assert len(cached.cache._find(opening(text))) == 4
-    cached.cache.close(third)

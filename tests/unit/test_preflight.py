@@ -135,12 +135,6 @@ def test_a_folder_without_a_usable_config_is_a_usage_error(
         assert "holds no model" in lines
 
 
-def test_weights_in_a_form_that_is_not_loaded_are_one_line(tmp_path: Path, up: Up) -> None:
-    (tmp_path / "model.bin").touch()
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "are pickles" in up(tmp_path)
-
-
 @pytest.fixture
 def llama_70b(tmp_path: Path) -> Path:
     """Its shape and as many numbers, in a sparse file."""

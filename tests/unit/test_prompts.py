@@ -25,11 +25,11 @@ from coppice.wire.generation import ChatMessage
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.text import SHORT_CHARS, ChatTemplate, Encoder, TextCodec
 from orchestrator.tokens import Tokens
-from tests.tiny import make_target
 
 TEMPLATES = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
 LONG = "a" * (SHORT_CHARS + 1)
 LOOPS = "no end of loops"
+TINY_TARGET = {"chat": False}
 
 
 def turns(*texts: str, system: str = "") -> list[ChatMessage]:
@@ -75,11 +75,6 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), chat=False)
-
-
 def folder(target: Path, path: Path, template: str | bytes | None = None, **files: Any) -> Path:
     """A copy of a target without its weights, and with other files of its tokenizer."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -121,6 +116,39 @@ def test_templates_and_special_tokens_come_from_every_file_that_names_them(
     target: Path, tmp_path: Path, case: str
 ) -> None:
     same(folder(target, tmp_path, **FILES[case]), CONVERSATIONS["a question"])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALLED = '[{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]'
+
+
+def test_a_template_gets_tools_calls_and_names_of_its_own(target: Path, tmp_path: Path) -> None:
+    source = "{{ tools | tojson }}{{ own }}"
+    source += "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{{ m.tool_call_id }}{{ m.name }}"
+    path = folder(
+        target,
+        tmp_path,
+        source + "{{ m.reasoning_content }}{{ m.content }}{% endfor %}{{ ':' if add_generation_prompt }}",
+    )
+    chat = [ChatMessage("assistant", "", tool_calls=CALLED), ChatMessage("tool", "5", tool_call_id="c")]
+    chat += [ChatMessage("user", "Hi", name="eve"), ChatMessage("assistant", "", "because")]
+    text = ChatTemplate(path).render(chat, {"tools": TOOLS, "own": "!"})
+    assert text == f"{json.dumps(TOOLS)}!{CALLED}c5eveHibecause:"
+    assert ChatTemplate(path).render(turns("a", "b"), {"add_generation_prompt": False}).endswith("ab")
+    go_on = {"add_generation_prompt": False, "continue_final_message": True}
+    assert ChatTemplate(path).render(turns("a", "b \n"), go_on).endswith("ab \n")
+    for name in ("chat_template", "tokenize", "conversation", "return_dict"):
+        with pytest.raises(InvalidField, match=rf"^template_arguments: {name} is no argument"):
+            ChatTemplate(path).render(chat, {name: "x"})
+    assert ChatTemplate.source(path).startswith("{{ tools")
+
+
+async def test_template_arguments_that_are_no_object_are_refused(target: Path, tmp_path: Path) -> None:
+    async with encoder(folder(target, tmp_path, "{{ own }}")) as encoding:
+        assert await encoding.encode(turns("a"), template_arguments='{"own": "hi"}') == await encoding.encode("hi")
+        for text in ("[1]", "{", "[" * 100_000, "5"):
+            with pytest.raises(InvalidField, match=r"^template_arguments: is no JSON object"):
+                await encoding.encode(turns("a"), template_arguments=text)
 
 
 def test_padding_and_truncation_of_a_tokenizer_are_for_batches(target: Path, tmp_path: Path) -> None:
@@ -243,9 +271,8 @@ async def test_the_line_is_bounded_and_whoever_leaves_is_out_of_it(target: Path)
             await encoding.encode(LONG)
         for task in tasks:  # also the one whose question was asked: it is answered to nobody
             task.cancel()
-        assert all(
-            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
-        )
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ends} == {asyncio.CancelledError}
         under_way = len(asyncio.all_tasks())
         for _ in range(3):  # one after another, while the first question is answered: none of them is asked
             leaving = asyncio.create_task(encoding.encode(LONG))

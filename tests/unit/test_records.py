@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice import limits
-from coppice.adaptation.signals import (
-    QueryRecord,
-    Sample,
-    query_to_fields,
-    read_demand,
-    read_query,
-    read_sample,
-    sample_to_fields,
-    size_of,
-)
+from coppice.adaptation import signals
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import Features
@@ -30,7 +21,7 @@ from services.drafter.worker import WINDOW, Samples
 count = st.integers(0, 1 << 53)
 amount = st.floats(0, 1e12)
 queries = st.builds(
-    QueryRecord,
+    signals.QueryRecord,
     session=st.from_regex(r"\A[A-Za-z0-9_.-]{1,64}\Z"),
     s=amount,
     tau=amount,
@@ -41,28 +32,28 @@ queries = st.builds(
     kind=st.integers(0, limits.MAX_KINDS),
     variant=st.integers(0, limits.MAX_VARIANTS),
 )
-RECORD = QueryRecord("s", 1.0, 3.0, 4, 5, 6.0, (9, 10))
+RECORD = signals.QueryRecord("s", 1.0, 3.0, 4, 5, 6.0, (9, 10))
 
 
-def sample(rows: int = 3, width: int = 6, dtype: str = "float32", session: str = "s.1") -> Sample:
+def sample(rows: int = 3, width: int = 6, dtype: str = "float32", session: str = "s.1") -> signals.Sample:
     features = np.random.default_rng(1).standard_normal((rows, width)).astype(np.float32)
     data = features.tobytes() if dtype == "float32" else (features.view(np.uint32) >> 16).astype("<u2").tobytes()
-    return Sample(session, np.arange(rows + 1), data, dtype)
+    return signals.Sample(session, np.arange(rows + 1), data, dtype)
 
 
 @given(queries)
-def test_a_query_record_is_read_as_it_was_written(record: QueryRecord) -> None:
-    assert read_query(query_to_fields(record)) == record
+def test_a_query_record_is_read_as_it_was_written(record: signals.QueryRecord) -> None:
+    assert signals.read_query(signals.query_to_fields(record)) == record
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sample_is_read_as_it_was_written_and_its_features_as_float32(dtype: str) -> None:
-    written, fields = sample(dtype=dtype), sample_to_fields(sample(dtype=dtype))
-    for read in (read_sample(fields), read_sample(fields, 10, 6)):
+    written, fields = sample(dtype=dtype), signals.sample_to_fields(sample(dtype=dtype))
+    for read in (signals.read_sample(fields), signals.read_sample(fields, 10, 6)):
         assert (read.session, read.dtype, read.features) == (written.session, written.dtype, written.features)
         assert read.tokens.tolist() == written.tokens.tolist()
         np.testing.assert_allclose(read.feature_rows(), sample().feature_rows(), rtol=2**-7)
-    assert size_of(fields) == sum(map(len, fields)) + sum(map(len, fields.values()))
+    assert signals.size_of(fields) == sum(map(len, fields)) + sum(map(len, fields.values()))
 
 
 @pytest.mark.parametrize(
@@ -76,15 +67,15 @@ def test_a_sample_is_read_as_it_was_written_and_its_features_as_float32(dtype: s
 )
 def test_a_query_record_out_of_bounds_is_refused(name: str, values: tuple[object, ...]) -> None:
     for value in values:
-        meta = json.loads(query_to_fields(RECORD)[b"meta"]) | {name: value}
+        meta = json.loads(signals.query_to_fields(RECORD)[b"meta"]) | {name: value}
         with pytest.raises(InvalidField, match=name):
-            read_query({b"meta": json.dumps(meta).encode()})
+            signals.read_query({b"meta": json.dumps(meta).encode()})
 
 
 @pytest.mark.parametrize("meta", [b"", b"[]", b"{", b"\xff", b"{}", b"[" * 3000, b" " * 5000])
 def test_what_is_no_record_is_refused(meta: bytes) -> None:
     for fields in ({b"meta": meta}, {}):
-        for read in (read_query, read_sample):
+        for read in (signals.read_query, signals.read_sample):
             with pytest.raises(InvalidField):
                 read(fields)
 
@@ -111,15 +102,15 @@ NAN = np.array([np.nan] * 6, "<f4").tobytes()
     ],
 )
 def test_a_sample_out_of_bounds_is_refused(name: str, changes: dict[bytes, bytes]) -> None:
-    fields = sample_to_fields(sample())
+    fields = signals.sample_to_fields(sample())
     for off in (fields | changes, {other: fields[other] for other in fields if other != name.encode()}):
         with pytest.raises(InvalidField, match=name):
-            read_sample(off, 10, 6)
+            signals.read_sample(off, 10, 6)
 
 
 def test_an_unknown_demand_wants_nothing() -> None:
     values = (b"texts", b"misses", None, b"", b"TEXTS", b"head")
-    assert [read_demand(value) for value in values] == ["texts", "misses", *[""] * 4]
+    assert [signals.read_demand(value) for value in values] == ["texts", "misses", *[""] * 4]
 
 
 # --- samples as a drafter makes them: of what is committed, every position once, and none that nobody asked for ---
@@ -132,13 +123,13 @@ class Taken:
 
     def __init__(self, demand: str) -> None:
         self.demand = demand
-        self.samples: list[Sample] = []
+        self.samples: list[signals.Sample] = []
 
     def demand_for(self, head: str) -> str:
         assert head == "a"
         return self.demand
 
-    def sample(self, head: str, sample: Sample) -> None:
+    def sample(self, head: str, sample: signals.Sample) -> None:
         assert head == "a"
         self.samples.append(sample)
 
@@ -148,7 +139,7 @@ def feature_rows(start: int, count: int) -> Features:
     return Features(start, count, "float32", rows.tobytes())
 
 
-def sampled(demand: str, end: int) -> list[Sample]:
+def sampled(demand: str, end: int) -> list[signals.Sample]:
     """A text whose token at position p is p, committed one by one behind a prompt of ten tokens."""
     taken: Any = Taken(demand)
     samples = Samples(taken, "a")

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from scipy import stats
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from coppice.heads.tree import torch_gumbel, torch_hashes, torch_noise
 from coppice.speculation import sampling
@@ -171,10 +166,10 @@ def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.fl
     """(V,) probabilities by transformers' own chain."""
     scores = torch.from_numpy(logits)[None]
     for warper, value in (
-        (TemperatureLogitsWarper, params.temperature),
-        (TopKLogitsWarper, params.top_k),
-        (TopPLogitsWarper, params.top_p if params.top_p < 1 else 0),
-        (MinPLogitsWarper, params.min_p),
+        (logits_process.TemperatureLogitsWarper, params.temperature),
+        (logits_process.TopKLogitsWarper, params.top_k),
+        (logits_process.TopPLogitsWarper, params.top_p if params.top_p < 1 else 0),
+        (logits_process.MinPLogitsWarper, params.min_p),
     ):
         scores = warper(value)(None, scores) if value else scores
     probs: NDArray[np.float32] = scores.softmax(-1)[0].numpy()

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from coppice.config.token_bytes import TokenBytes
 from coppice.wire.common import Fence
 from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
 from coppice.wire.verifier import Verdict, VerifyTimings
 from orchestrator.http.answers import HttpAnswer
 from orchestrator.http.bodies import ChatBody, CompletionBody
 from orchestrator.loop import Output, Step
-from orchestrator.text import TextStream, TokenBytes
+from orchestrator.text import TextStream
 
 CORPUS = [
     "the cat saw the dog's hat, didn't it?",
@@ -163,9 +164,8 @@ def test_a_stop_string_is_found_wherever_it_stands(family: str, data: st.DataObj
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     assert stopped == bool(ends)
     read = text[: ends[0]] if ends else text
-    assert (
-        "".join(pieces) == read[: min([len(read) - len(stop) for stop in stops if read.endswith(stop)] or [len(read)])]
-    )
+    kept = [len(read) - len(stop) for stop in stops if read.endswith(stop)]
+    assert "".join(pieces) == read[: min([*kept, len(read)])]
 
 
 def work(family: str, token: int, count: int, stops: Sequence[str] = ()) -> int:
@@ -266,7 +266,9 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
     """An answer of these ids."""
     chunks: list[Chunk] = []
     request = GenerationRequest(text="a", max_new_tokens=len(tokens), want_log_probs=True, **told)
-    stream = TextStream(made(family)[1], request.stop, request.min_tokens)
+    stream = TextStream(
+        made(family)[1], request.stop, request.min_tokens, request.include_stop, request.keep_special_tokens
+    )
     output = Output(request, stream, ends, chunks.append)
     for token in tokens:
         if output.finish is None:
@@ -296,7 +298,13 @@ def test_an_id_that_ends_a_text_is_no_part_of_it(mark: str) -> None:
             chunks, output = answered("byte-level", [*before, end], frozenset([end]), stop=stops)
             assert ("".join(chunk.text for chunk in chunks), output.finish) == (text, "eos")
             assert "".join(piece for chunk in chunks for piece in chunk.pieces) == text
+    chunks, output = answered("byte-level", [a, end, a], frozenset([end]), include_stop=True, keep_special_tokens=True)
+    assert ("".join(chunk.text for chunk in chunks), output.finish) == (f"a{mark}", "eos")
     chunks, output = answered("byte-level", [a, half, end], frozenset([end]), stop=("\ufffd",))
     assert ("".join(chunk.text for chunk in chunks), output.finish) == ("a", "stop")  # of what is flushed, too
+    for kept, text in ((False, "ab"), (True, "abcd")):
+        b, c, d = (tokenizer.token_to_id(letter) or 0 for letter in "bcd")
+        chunks, _ = answered("byte-level", [a, b, c, d, a], frozenset([end]), stop=("cd", "a?"), include_stop=kept)
+        assert "".join(chunk.text for chunk in chunks) == text
     chunks, output = answered("byte-level", [a, half], frozenset([end]), stop=("\ufffd",), min_tokens=2)
     assert ("".join(chunk.text for chunk in chunks), output.finish) == ("a\ufffd", "length")

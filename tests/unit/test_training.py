@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.config.model import warning_of
+from coppice.config.model import read_tokenizer, warning_of
 from coppice.errors import InvalidField
 from coppice.training.answers import AnswerPlan, draw, record_answers, repeats
-from coppice.training.data import MAX_EPOCHS, Domain, Reader, is_held_out, load_tokenizer, read_corpora
+from coppice.training.data import MAX_EPOCHS, Domain, Reader, is_held_out, read_corpora
 from coppice.training.trainer import Muon, Recipe
 from tests.tiny import make_target
 
@@ -113,7 +113,7 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     path.write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
     plan = AnswerPlan(tokens=2048, length=128)
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     prompts = {f"user: say {n}\nassistant:" for n in range(60)}
     prompts |= {f"system: be short\nuser: first {n}\nassistant:" for n in range(60)}
     ends = {f"assistant: an answer\nuser: second {n}\nassistant:" for n in range(60)}
@@ -140,7 +140,7 @@ def test_the_end_of_a_long_prompt_is_read_and_no_more_than_half_a_text(chat: boo
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     plan = AnswerPlan(tokens=256, length=64)
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
-    begun = [load_tokenizer(folder).decode(ids[:32]) for ids in answers.ids().view(4, 64).tolist()]
+    begun = [read_tokenizer(folder).decode(ids[:32]) for ids in answers.ids().view(4, 64).tolist()]
     assert all(re.search(rf"long \d+\nassistant:{'' if chat else ' '}$", text) for text in begun), begun
 
 

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from coppice.adaptation.weights import Weights, pack_update, tensor_digest
+from coppice.adaptation.weights import Weights, pack_update
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, build_head
 from coppice.heads.checkpoints import fused_tensor, public_state, read_head, save_head
-from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.wire.drafter import WeightsHeader
 from services.drafter.staging import Staging
@@ -190,29 +189,6 @@ def test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
         assert served == wanted
         (tree,) = drafted(head, [replace(job, key=9)])
         assert tree  # over rows that older weights made
-
-
-def address(tensor: Tensor) -> int:
-    """Where its numbers lie, packed or not."""
-    return int(torch.ops.mkldnn.data_ptr(tensor) if tensor.is_mkldnn else tensor.data_ptr())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str, target: Path, tmp_path: Path) -> None:
-    head, _ = build(kind, save_random(tmp_path, kind), target)
-    first, model = head.weights, head.model
-    before = {name: tensor.to_dense().clone() for name, tensor in model.state_dict().items()}
-    names = [name for name in first.tensors if name.startswith(LAST)]
-    swap(head, altered(first, 4, names), first)
-    assert head.model is not model
-    for name, tensor in head.model.state_dict().items():
-        old = model.state_dict()[name]
-        assert torch.equal(tensor.to_dense(), before[name]) == (name not in names)
-        assert torch.equal(old.to_dense(), before[name])  # the old model is as it was
-        assert (address(tensor) == address(old)) == (name not in names)
-    others = {name for name in first.tensors if name not in names}
-    assert {name for name in others if tensor_digest(head.weights.tensors[name]) != first.digests[name]} == set()
-    assert not any(parameter.requires_grad for parameter in head.model.parameters())
 
 
 def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(target: Path, tmp_path: Path) -> None:

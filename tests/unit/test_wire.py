@@ -22,7 +22,7 @@ from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import drafter, generation, verifier
 from coppice.wire.codec import CODECS, Among, AsLongAs, Conversion, Length, Within
-from coppice.wire.common import FeatureRef, Features, Fence, Rejection, Row, TopLogProbs, committed_hash
+from coppice.wire.common import FeatureRef, Features, Fence, Grammar, Rejection, Row, TopLogProbs, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, TreeDelta
 from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, StepTree, Timings
 from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
@@ -43,8 +43,11 @@ BY_REF = Features(3, 9, "float32", ref=REF)
 COMMIT = Commit(FENCE, (5, 99), 0, INLINE)  # of the positions 10 and 11
 Q_ROWS = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
 TIMES = VerifyTimings(1, 2, 3, 4, 5, 6, 7)
-CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"), ChatMessage("assistant", "", "so", "bob"))
-ASKED: Any = {"ignore_eos": True, "want_log_probs": True, "want_trees": True, "want_prompt_log_probs": True, "pq": True}
+GRAMMAR = Grammar("json", "{}")
+CALLS = ChatMessage("assistant", "", "so", "bob", "[{}]"), ChatMessage("tool", "", tool_call_id="c")
+CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"), *CALLS)
+ASKED: Any = {"include_stop": True, "keep_special_tokens": True, "want_prompt_ids": True, "stop_token_ids": (7, 99)}
+ASKED |= {"ignore_eos": True, "want_log_probs": True, "want_trees": True, "want_prompt_log_probs": True, "pq": True}
 LENGTHS: Any = {"max_new_tokens": 9, "top_log_probs": 20, "min_tokens": 4, "budget": 0}
 IDS: Any = {"ids": (1, 2), "resume_ids": (3, 4), "prediction_ids": (5, 99)}
 REQUEST = GenerationRequest(
@@ -61,10 +64,6 @@ def read_verify(message: Message) -> Any:
     return verifier.read_verify_request(message, VOCAB, MAX_LEN)
 
 
-def read_draft(message: Message) -> object:
-    return drafter.read_draft_request(message, VOCAB)
-
-
 def read_request(message: Message) -> Any:
     return generation.read_request(message, VOCAB, Limits())
 
@@ -76,7 +75,7 @@ FED = (
     lambda item: verifier_pb2.FetchFeaturesResponse.FromString(b"".join(verifier.fed_to_wire(item))),
     lambda message: verifier.read_fed(message, VOCAB),
 )
-DRAFT = drafter.draft_request_to_wire, read_draft
+DRAFT = drafter.draft_request_to_wire, lambda message: drafter.read_draft_request(message, VOCAB)
 DELTA = drafter.draft_response_to_wire, drafter.read_draft_response
 PUSH = drafter.weights_to_wire, drafter.read_weights
 ASK = generation.request_to_wire, read_request
@@ -85,7 +84,9 @@ ANSWER = generation.response_to_wire, generation.read_response
 # Values with every field away from its default; where a field is a choice, one for each.
 SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     "open session": (
-        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), True, 2, 20, True, 9, "0" * 64),
+        OpenSession(
+            "s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), True, 2, 20, True, 9, "0" * 64, GRAMMAR
+        ),
         *VERIFY,
     ),
     "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), *VERIFY),
@@ -93,11 +94,11 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     "verify step without a tree": (VerifyStep(FENCE, 4, DraftTree.empty()), *VERIFY),
     "opened": (SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES, (TOP,), (-0.5, -2.0), (TOP, TOP), 32), *VERDICT),
     "opened without raw log-probs": (
-        SessionOpened(FENCE, NextRoot(replace(ROW, raw_log_probs=None)), None, TIMES),
+        SessionOpened(FENCE, NextRoot(replace(ROW, raw_log_probs=None)), None, TIMES, forced=(5, 99)),
         *VERDICT,
     ),
     "verdict": (
-        Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), (-0.5, -1.5), True, 0, (TOP, TOP, TOP)),
+        Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), (-0.5, -1.5), True, 0, (TOP,) * 3, (5,)),
         *VERDICT,
     ),
     "verdict of a text that ended": (Verdict(FENCE, (), None, TIMES), *VERDICT),
@@ -129,7 +130,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[Any], Message], Read]] = {
     ),
     "request of ids": (REQUEST, *ASK),
     "request of text": (GenerationRequest(text="hé", prediction_text="ja"), *ASK),
-    "request of a chat": (GenerationRequest(chat=CHAT, budget=256), *ASK),
+    "request of a chat": (GenerationRequest(chat=CHAT, budget=256, template_arguments="{}", grammar=GRAMMAR), *ASK),
     "started": (
         generation.Started(3, "route", ("a", "b"), 31, 2**64 - 1, (5, 6, 7), (-0.5, -1.0), (TOP, TOP)),
         *ANSWER,
@@ -225,6 +226,7 @@ ELSEWHERE = {
     *("TreeDelta.q_rows", "Features.inline", "GenerateRequest.text"),
     *("GenerateRequest.prediction_text", "GenerateRequest.max_new_tokens", "GenerateRequest.accept_rule"),
     *("ChatMessage.content", "ChatMessage.name", "ChatMessage.reasoning_content"),
+    *("ChatMessage.tool_calls", "ChatMessage.tool_call_id"),
 }
 """Fields whose bound is no annotation"""
 NOT_NUMBERS = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_BOOL)
@@ -392,6 +394,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "resume_ids", [VOCAB], "resume_ids"),
     ("request of ids", "sampling.seed", None, "sampling.seed"),
     ("request of ids", "prediction_ids.ids", [VOCAB], "prediction"),
+    ("request of ids", "stop_token_ids", [VOCAB], "stop_token_ids"),
+    ("request of ids", "stop_token_ids", [1] * 65, "stop_token_ids"),
+    ("request of a chat", "template_arguments", LONG, "template_arguments"),
     ("request of ids", "max_new_tokens", 4097, "max_new_tokens"),
     ("request of ids", "stop", ["x" * 257], "stop"),
     ("request of ids", "stop", [""], "stop"),

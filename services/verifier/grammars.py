@@ -1,0 +1,58 @@
+"""The compiled grammars of a verifier's target: each is compiled once, and neither loop nor target waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from coppice.config.token_bytes import TokenBytes
+from coppice.engine.engine import EngineInfo
+from coppice.errors import InvalidField
+from coppice.speculation.grammar import FIELD, Guide, compile_grammar, make_vocabulary
+from coppice.wire.common import Grammar
+
+MOST_COMPILED = 32  # grammars that are kept, those that were used last; each holds some tens of megabytes at most
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """The vocabulary of a target with `size` logits."""
+    spelled = TokenBytes(tokenizer)
+    special = {token for token in spelled.special.values() if token < size}
+    tokens = [spelled.of(token, token in special) for token in range(size)]
+    return make_vocabulary(tokens, special, eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class Grammars:
+    """Compiles grammars on one thread, which first prepares the vocabulary: of 262,144 ids it takes some seconds."""
+
+    def __init__(self, folder: str, info: EngineInfo) -> None:
+        self._file, self._info = Path(folder) / "tokenizer.json", info
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
+        self._vocabulary: Future[LLTokenizer] = self._thread.submit(self._prepare)
+
+    async def start(self, grammar: Grammar, ids: Sequence[int]) -> Guide:
+        """The guide of an answer that begins with some ids. Raises InvalidField."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._guide, grammar, ids)
+
+    def _prepare(self) -> LLTokenizer:
+        info = self._info
+        if not self._file.is_file():
+            raise InvalidField(FIELD, "this target has no tokenizer.json")
+        if not info.eos_ids:
+            raise InvalidField(FIELD, "this target names no id that ends a text")
+        return vocabulary_of(Tokenizer.from_file(str(self._file)), info.vocab_size, info.eos_ids)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        return compile_grammar(self._vocabulary.result(), grammar.kind, grammar.text)
+
+    def _guide(self, grammar: Grammar, ids: Sequence[int]) -> Guide:
+        guide = Guide(self._compiled(grammar).deep_copy(), self._info.vocab_size)
+        guide.append(ids)
+        return guide
