@@ -96,7 +96,8 @@ class TextPart(Object):
     text: Text
 
 
-def _joined(content: str | list[TextPart]) -> str:
+def joined(content: str | list[Any]) -> str:
+    """The text of content, which may be parts that have texts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -247,7 +248,7 @@ class Sampled(Body):
             "top_k": max(0, self.top_k),
             "max_new_tokens": most,
             "logit_bias": _read_bias(self.logit_bias),
-            "prediction": _joined(self.prediction.content) if self.prediction else "",
+            "prediction": joined(self.prediction.content) if self.prediction else "",
             "structured_outputs": form or None,
             "log_probs": self.scored,
             "seed": first + self.n - 1,  # the largest is checked
@@ -357,7 +358,7 @@ class Message(Object):
         role = "system" if self.role == "developer" else self.role
         calls = to_json("messages", [call.plain for call in self.tool_calls]) if self.tool_calls else ""
         reasoning = self.reasoning_content or self.reasoning
-        return ChatMessage(role, _joined(self.content or ""), reasoning, self.name, calls, self.tool_call_id)
+        return ChatMessage(role, joined(self.content or ""), reasoning, self.name, calls, self.tool_call_id)
 
 
 Messages = Annotated[List[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]

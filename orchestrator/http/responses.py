@@ -19,7 +19,7 @@ from coppice.wire.generation import GenerationRequest, Started
 
 from ..service import GenerationServicer
 from .answers import AnswerChoice, Events
-from .bodies import Body, ChatBody, Function, List, Neutral, Object, Text
+from .bodies import Body, ChatBody, Function, List, Neutral, Object, Text, joined
 from .tools import AnswerParser, Json
 
 
@@ -32,10 +32,6 @@ class ItemPart(Object):
 
 
 Content = Text | List[ItemPart]
-
-
-def _joined(content: str | list[ItemPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Item(Object):
@@ -53,10 +49,10 @@ class Item(Object):
     def add_to(self, messages: list[Json]) -> None:
         """Put the item behind a chat's messages; what an assistant does without a break is one message."""
         if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)})
             return
         if self.type == "message" and self.role != "assistant":
-            messages.append({"role": self.role, "content": _joined(self.content)})
+            messages.append({"role": self.role, "content": joined(self.content)})
             return
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
@@ -64,7 +60,7 @@ class Item(Object):
             function = {"name": self.name, "arguments": self.arguments}
             messages[-1]["tool_calls"].append({"id": self.call_id, "type": "function", "function": function})
         else:
-            messages[-1]["content" if self.type == "message" else "reasoning_content"] += _joined(self.content)
+            messages[-1]["content" if self.type == "message" else "reasoning_content"] += joined(self.content)
 
 
 class Typed(Object):
@@ -180,10 +176,10 @@ class ResponsesAnswer:
                 deltas = self._choice.deltas(event)
                 if any("reasoning_content" in delta for delta in deltas):
                     self._thought += len(getattr(event, "ids", ()))
-                for told in itertools.chain.from_iterable(map(self._take, deltas)):
-                    yield told
-        for told in [*([] if self._items else self._begin("content")), *self._end()]:
-            yield told
+                for item_event in itertools.chain.from_iterable(map(self._take, deltas)):
+                    yield item_event
+        for item_event in [*([] if self._items else self._begin("content")), *self._end()]:
+            yield item_event
         is_cut = self._choice.folded.completion().finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         yield self._event(status, response=self._response(status))
