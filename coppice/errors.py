@@ -1,7 +1,5 @@
 """Every error Coppice raises on purpose, and the gRPC status each one travels as."""
 
-from __future__ import annotations
-
 import re
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -100,7 +98,7 @@ _NOBODY = re.compile(r"(?:ipv[46]:|errors resolving )(.+?): (?:.*Connection refu
 _BROKEN = (CALL_ENDED, "RST_STREAM", "Stream removed", "GOAWAY")  # in the details of a connection that broke
 
 
-def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
+def from_rpc_error(error: "grpc.RpcError") -> CoppiceError:
     """The typed error for what a call ended with; a connection that broke is Unavailable whatever gRPC calls it."""
     status, details = error.code(), error.details() or ""
     if nobody := _NOBODY.search(details):

@@ -1,7 +1,5 @@
 """Named places where a process misbehaves, by the setting `server.failpoints`, so that races repeat in tests."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

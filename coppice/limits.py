@@ -1,7 +1,5 @@
 """Bounds on everything that crosses the wire, checked before anything is allocated (docs/protocol.md)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -85,12 +83,6 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidField on an id at or above the logits width; 0 means that any id will do."""
     if vocab_size and ids and max(ids) >= vocab_size:
         raise InvalidField(field, f"token id {max(ids)} is not below the vocabulary width {vocab_size}")
-
-
-def check_hash(field: str, value: bytes) -> None:
-    """Raise InvalidField unless it is as long as a SHA-256."""
-    if len(value) != HASH_BYTES:
-        raise InvalidField(field, f"has {len(value)} bytes, a SHA-256 has {HASH_BYTES}")
 
 
 def check_session(field: str, session: str) -> str:

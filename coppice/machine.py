@@ -1,7 +1,5 @@
 """The machine: what a report must name, what decides the default dtype and thread counts, and what packages add."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Logs (structlog), the page of metrics (Prometheus), and what verifiers and drafters count."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
@@ -45,9 +43,7 @@ def configure_logging(as_json: bool) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve `registry` over HTTP, with the process's start, CPU time and memory, and return the port; port 0 takes a
-    free one, -1 serves nothing and returns 0. Raises InvalidField when the port is taken.
-    """
+    """Serve `registry` over HTTP and return the port; 0 takes a free one, -1 serves nothing. Raises InvalidField."""
     if port < 0:
         return 0
     ProcessCollector(registry=registry)
@@ -71,11 +67,9 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         self._free = threading.BoundedSemaphore(MOST_SCRAPES)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for a connection."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one, in a thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

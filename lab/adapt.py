@@ -5,8 +5,6 @@ stream as if it were alone, and what is compared was measured in the same minute
 making: nobody's, and none that a head was trained on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -32,8 +30,7 @@ from coppice.testing.reference import Reference, Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
 from lab.measuring import GREEDY, Ids, asking, judged
-from lab.options import Options
-from lab.questions import read_questions
+from lab.options import Options, read_questions
 from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
 
 NEVER, BANDIT = "never", "bandit"

@@ -1,7 +1,5 @@
 """`coppice bench architectures`: which causal LM classes the engine serves, found out on tiny random ones."""
 
-from __future__ import annotations
-
 import csv
 import multiprocessing
 import signal

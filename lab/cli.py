@@ -3,8 +3,6 @@
 What needs torch is imported by the command that needs it: --help is to be quick.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,16 +13,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coppice.commands.options import Heads, JsonFile, file
+from coppice.commands.options import file
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES, Limits
 from coppice.stack.spec import StackSpec
 from lab.adapt import lanes_of, report_lanes, run_lanes
-from lab.demo import demo as run_demo
+from lab.demo import demo
 from lab.identity import SPARE, questions, run_identity, two_of_each
 from lab.measuring import Journal, measuring, reference_of, reporting
-from lab.options import ASKED, Options, command, read_methods
-from lab.questions import prompt_ids, read_questions
+from lab.options import ASKED, Options, command, prompt_ids, read_methods, read_questions
 from lab.run import Cell, methods_of, run_exact, run_methods
 from lab.services import Asleep
 from lab.services.measure import ASLEEP, run_services, spec_of
@@ -37,17 +34,8 @@ app = typer.Typer(
 paper = typer.Typer(help="The papers' tables, measured on these models.", no_args_is_help=True)
 app.add_typer(paper, name="paper")
 demo_app = typer.Typer(add_completion=False)
+demo_app.command()(demo)
 EXACT_SESSIONS = 8
-
-
-@demo_app.command()
-def demo(
-    target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
-    head: Heads = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
-    run_demo(Console(), json_file, target, head)
 
 
 @app.command()

@@ -3,24 +3,20 @@
 Green tokens were drafted and accepted, red ones are roots, sampled from the target (SpecBlock, figure 6).
 """
 
-from __future__ import annotations
-
 import contextlib
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
-import psutil
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
-from coppice.client.request import Draws
 from coppice.commands.generate import print_tree
-from coppice.commands.options import stack_spec
+from coppice.commands.options import Heads, JsonFile, stack_spec
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.prompts import FilePrompt, demo_prompts
@@ -28,25 +24,23 @@ from coppice.stack.launch import ADAPTER
 from coppice.stack.redis_server import find_server
 from coppice.wire.generation import Chunk, Origin
 from lab.measuring import measuring
-from lab.options import Options
-from lab.questions import Question
+from lab.options import Options, Question
 from lab.run import HF_GENERATE, Cell, run_methods
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
-OTHERS = 0.15  # share of the machine's cores that others may take before speeds mean nothing
 PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
 SHOWN_TOKENS = 32
-SHOWN: Draws = {"temperature": 0.7, "seed": 3}
-"""of the answers that are streamed: greedy ones of so small a target soon repeat themselves"""
 STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 
 def demo(
-    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
+    target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
+    heads: Heads = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Start a target in float32, by default the shipped one, stream three answers, compare the policies, stop all."""
-    cores = usable_cores()  # the adapter does not train here
+    """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
+    console, cores = Console(), usable_cores()  # the adapter does not train here
     spec = stack_spec(target, heads, dtype="float32", policy="route", budget=BUDGET, verifier_threads=cores)
     adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
     spec = replace(spec, adapt=adaptable and find_server() is not None)
@@ -64,29 +58,19 @@ def demo(
             encode, names = bench.reference.text.encode, [f"single:{head.name}" for head in spec.heads]
             questions = [Question(encode(str(prompt.prompt)), prompt.category) for prompt in prompts]
             methods = [HF_GENERATE, "plain", *names, "route", "merge"]
-            began_at, before = time.monotonic(), others_s()
             run_methods(bench, methods, [Cell(0.0, BUDGET, 1)], questions)
-            if (others := (others_s() - before) / (time.monotonic() - began_at)) > OTHERS:
-                busy = f"this machine was busy, others took {others:.0%} of it"
-                bench.report.notes.append(f"{busy}: the speeds above mean nothing, tau does")
             del bench.report.tables[1:]  # the speeds
             if adapter:
                 heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
                 console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
 
 
-def others_s() -> float:
-    """Seconds that a core of this machine has computed by now, on average, but for this process and its children."""
-    times, this = psutil.cpu_times(), psutil.Process()
-    own = sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
-    return (sum(times) - times.idle - getattr(times, "iowait", 0.0) - own) / (os.cpu_count() or 1)
-
-
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
     """Print a sampled answer as it comes, drafts green, roots red, its figures, and if `trees` the best step's tree."""
     console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
     answer = Accumulator()
-    for event in client.stream(prompt.prompt, max_new_tokens=SHOWN_TOKENS, trees=trees, **SHOWN):
+    # Greedy answers of so small a target soon repeat themselves.
+    for event in client.stream(prompt.prompt, temperature=0.7, seed=3, max_new_tokens=SHOWN_TOKENS, trees=trees):
         answer.add(event)
         if isinstance(event, Chunk):
             for piece, origin in zip(event.pieces, event.origins, strict=True):

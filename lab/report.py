@@ -1,7 +1,5 @@
 """What a measuring command says: tables for people, the same as JSON (lab/BOOK.md), and its checks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics
@@ -74,7 +72,12 @@ class Report:
         """Print all of it, and write it to a file if one is given; exits 1 if a check failed."""
         self.print(Console())
         if json_file:
-            facts = {"version": __version__, "commit": commit(), "machine": machine_line(self.device), "ok": self.ok}
+            machine = this_machine().describe()
+            if self.device.startswith("cuda"):
+                import torch
+
+                machine += f", {torch.cuda.get_device_name(self.device)}"
+            facts = {"version": __version__, "commit": commit(), "machine": machine, "ok": self.ok}
             json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(json.dumps(asdict(self) | facts, indent=1) + "\n", encoding="utf-8")
         if not self.ok:
@@ -187,13 +190,3 @@ def commit() -> str:
         return ""
     command = [git, "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def machine_line(device: str) -> str:
-    """The machine, and the accelerator if one is used."""
-    line = this_machine().describe()
-    if device.startswith("cuda"):
-        import torch
-
-        line += f", {torch.cuda.get_device_name(device)}"
-    return line

@@ -5,8 +5,6 @@ Methods are policies, heads and transformers' own ways. Each temperature, budget
 methods are compared within their cell, prompt by prompt.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +22,7 @@ from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import EPS, TargetText, Verdict
 from coppice.training.progress import Progress
 from lab.measuring import Ask, Asked, Bench, Ids, Journal, asking, in_turn, judged
-from lab.options import read_methods
-from lab.questions import Question
+from lab.options import Question, read_methods
 from lab.report import Report, Row, costs, exactness_checks, make_row, short, verdicts_of
 
 HF_GENERATE, HF_LOOKUP, LLAMA = "hf-generate", "hf-lookup", "llama.cpp"
@@ -97,7 +94,7 @@ class Pairs:
     questions: Sequence[Question]
     asked: Asked = ()  # what each question was asked with
 
-    def sets(self) -> dict[str, Pairs]:
+    def sets(self) -> dict[str, "Pairs"]:
         """All answers, the benchmarks where there are several, and those that plain decoding did not loop on."""
         places = {ALL: list(range(len(self.questions)))}
         steady = [at for at, answer in enumerate(self.answers["plain"]) if not loops(answer.ids or answer.text)]
@@ -307,8 +304,8 @@ def run_exact(bench: Bench, questions: Sequence[Question], methods: Sequence[str
     bench.report.notes.append(note)
 
 
-def add_speed(report: Report, rows: Sequence[dict[str, Any]]) -> None:
-    """A table of speed with a line for each method, budget and number of sessions."""
+def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
+    """Speed by method; then for each cell sets of answers, parts of a step, and alpha by depth."""
     lines: dict[Any, dict[str, Any]] = {}
     for row in rows:
         place = {"method": short(row["method"]), "budget": row["cell_budget"], "sessions": row["sessions"]}
@@ -316,11 +313,6 @@ def add_speed(report: Report, rows: Sequence[dict[str, Any]]) -> None:
         line |= {f"{name}, T={row['temperature']:g}": value for name, value in _speed(row).items()}
     title = f"{report.command}, {report.dtype}, {report.threads} threads, prefill left out; in brackets 95%"
     report.add_table(title, lines.values())
-
-
-def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
-    """Speed by method; then for each cell sets of answers, parts of a step, and alpha by depth."""
-    add_speed(report, rows)
     cells: dict[Cell, list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(Cell(row["temperature"], row["cell_budget"], row["sessions"]), []).append(row)

@@ -5,8 +5,6 @@ nothing: what is known is how many tokens a step has to commit so that a head pa
 in which memory moves what they read, and with transformers' own decoding.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

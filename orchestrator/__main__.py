@@ -1,7 +1,5 @@
 """python -m orchestrator: serve generation over verifiers and drafters."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from contextlib import AsyncExitStack

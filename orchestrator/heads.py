@@ -4,8 +4,6 @@ request's session on one after another.
 Drafts are advice. Whatever goes wrong with a session ends in an empty tree, never in an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics

@@ -3,8 +3,6 @@
 Around it: who decides in a step, what the request has answered so far, and its sums for client and operators.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -89,10 +87,7 @@ class Step:
 
 
 class StepPolicy:
-    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order.
-
-    This one asks the same heads in every step.
-    """
+    """The decisions of a request, here equal in every step, in the order `heads`, `choose`, `observe`, `learn`."""
 
     def __init__(self, policy: Policy, heads: Sequence[int], whole_tree: bool = False, predicted: bool = False) -> None:
         """whole_tree: verify every node that is drafted, whether or not it pays. predicted: a head drafts from a
@@ -171,10 +166,7 @@ class Output:
         return text
 
     def commit(self, accepted: Sequence[Scored], root: Scored | None, top: tuple[TopLogProbs, ...]) -> int:
-        """Take the accepted drafts and the next root, up to where the text ends; returns how many were taken.
-
-        top: the best ids in the place of each, or nothing.
-        """
+        """Take accepted drafts and next root, with the best ids in their places, to the text's end; how many."""
         new = [*accepted, root] if root is not None else accepted
         pieces: list[str] = []
         for token, _ in new:
@@ -201,10 +193,7 @@ class Output:
 
 
 def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
-    """The tree that a step verified, for people to look at, then those that lost the routing to it.
-
-    piece: the text of a token by itself.
-    """
+    """The tree that a step verified, then those that lost to it, for people. piece: a token's text by itself."""
     chosen, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
     makers: dict[tuple[int, ...], tuple[int, int]] = {}  # of a path: the first forward that made it, its heads
     for head, draft in enumerate(step.drafts):
@@ -238,10 +227,7 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
 
 
 def made_by(tree: DraftTree, deltas: Sequence[int]) -> list[int]:
-    """Which forward of its drafter made each of the n nodes, from 1; `deltas` are the sizes of what was sent, in order.
-
-    A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
-    """
+    """The forward that made each node, from 1: one a delta of these sizes, of a tree sent at once one a level."""
     if len(deltas) < 2:
         return tree.depths()[1:].tolist()  # type: ignore[no-any-return]
     return [forward for forward, size in enumerate(deltas, 1) for _ in range(size)]
@@ -265,10 +251,7 @@ class Account:
             self.trace.add("queue", self._arrived, now)
 
     def prefilled(self, opened: SessionOpened, preferred: bool, began: int, now: int) -> None:
-        """The prompt was prefilled, which began at `began`, and the first token is there.
-
-        preferred: by the verifier that prompts which begin like it go to.
-        """
+        """The prompt was prefilled since `began`. preferred: where prompts go that begin like it."""
         result, metrics = self.result, self.metrics
         result.cached_tokens = min(opened.cached_tokens, result.prompt_tokens)
         result.timings.prefill_ns = now - began
@@ -355,10 +338,7 @@ class Decoding:
         output: Output,
         account: Account,
     ) -> None:
-        """`request` holds the values it is decoded with and no defaults. `ids`: the prompt and what was resumed.
-
-        draft_deadline_s: how long a step waits for drafts; 0: as long as the slowest asked head's usually take.
-        """
+        """`request` has no defaults, `ids` also the resumed; draft_deadline_s 0: as long as drafts usually take."""
         self.request, self.verifier, self.heads, self.policy = request, verifier, heads, policy
         self.output, self.account = output, account
         self._ids, self._hash = ids, committed_hash(ids)  # committed: all but the root
@@ -368,10 +348,7 @@ class Decoding:
         self._tried, self._came_true = set[int](), set[int]()
 
     async def run(self, start: Callable[[SessionOpened | None], None]) -> None:
-        """Decode to the end. `start` is called once a verifier has admitted the session.
-
-        Raises what the last verifier raised when no other took over.
-        """
+        """Decode; `start` is called once a verifier admits the session. Raises what the last verifier raised."""
         if self.output.finish is not None:  # the client holds all of it, and missed only this
             start(None)
             return

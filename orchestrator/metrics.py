@@ -2,8 +2,7 @@
 `engine`), so that vLLM's dashboards show an orchestrator as it is, and all else under `coppice_`.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +17,15 @@ _REQUEST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 _TOKEN_BUCKETS = tuple(first * 10**zeros for zeros in range(6) for first in (1, 2, 5))
 _TAU_BUCKETS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}  # vLLM's words for an end
+_ANSWERS: dict[str, tuple[str, tuple[float, ...], Callable[[Finished], float]]] = {
+    "prompt_tokens": ("prompt tokens of an answered request", _TOKEN_BUCKETS, lambda it: it.prompt_tokens),
+    "generation_tokens": ("tokens of an answer", _TOKEN_BUCKETS, lambda it: it.new_tokens),
+    "max_num_generation_tokens": ("the same: each is decoded by itself", _TOKEN_BUCKETS, lambda it: it.new_tokens),
+    "queue_time_seconds": ("wait for a seat", _REQUEST_BUCKETS, lambda it: it.timings.queue_ns / 1e9),
+    "prefill_time_seconds": ("from opening to first token", _REQUEST_BUCKETS, lambda it: it.timings.prefill_ns / 1e9),
+    "decode_time_seconds": ("from first token to last", _REQUEST_BUCKETS, lambda it: it.timings.decode_ns / 1e9),
+}
+"""vLLM's histograms of answers: help, buckets, and what of an answer's summary is observed"""
 
 
 def _kept(kind: Any, *given: Any, **options: Any) -> Any:
@@ -90,14 +98,7 @@ class OrchestratorMetrics:
         self.succeeded = make(Counter, "request_success", "requests by vLLM's reason of their end", "finished_reason")
         self.answers = {
             name: make(Histogram, f"request_{name}", text, buckets=buckets)
-            for name, text, buckets in (
-                ("prompt_tokens", "prompt tokens of an answered request", _TOKEN_BUCKETS),
-                ("generation_tokens", "tokens of an answer", _TOKEN_BUCKETS),
-                ("max_num_generation_tokens", "the same: each answer is decoded by itself", _TOKEN_BUCKETS),
-                ("queue_time_seconds", "wait for a seat", _REQUEST_BUCKETS),
-                ("prefill_time_seconds", "from the prompt's opening to the first token", _REQUEST_BUCKETS),
-                ("decode_time_seconds", "from the first token to the last one", _REQUEST_BUCKETS),
-            )
+            for name, (text, buckets, _) in _ANSWERS.items()
         }
         self.running = make(Gauge, "num_requests_running", "requests that have a seat")
         self.waiting = make(Gauge, "num_requests_waiting", "requests that wait for a seat")
@@ -110,17 +111,8 @@ class OrchestratorMetrics:
             self.succeeded.labels(*self._labels, _REASONS[outcome]).inc()
         if outcome != result.finish_reason:
             return
-        timings = result.timings
-        answer: dict[str, float] = {
-            "prompt_tokens": result.prompt_tokens,
-            "generation_tokens": result.new_tokens,
-            "max_num_generation_tokens": result.new_tokens,
-            "queue_time_seconds": timings.queue_ns / 1e9,
-            "prefill_time_seconds": timings.prefill_ns / 1e9,
-            "decode_time_seconds": timings.decode_ns / 1e9,
-        }
-        for name, value in answer.items():
-            self.answers[name].observe(value)
+        for name, (_, _, read) in _ANSWERS.items():
+            self.answers[name].observe(read(result))
         self.request_seconds.observe(seconds)
         self.tau.observe(result.tau)
 

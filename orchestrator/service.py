@@ -1,7 +1,5 @@
 """GenerationService: checks a request, admits it, runs its step loop and streams what it emits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

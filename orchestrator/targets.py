@@ -4,8 +4,6 @@ A verifier's session is a cache of prompt and committed tokens. When it is lost,
 what is committed, and the step that failed is asked again: keyed noise makes its answer the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ texts, as `compile` whether grammars can be decoded with. As `check` it prints w
 template, a line each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import inspect
@@ -23,7 +21,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -55,10 +53,7 @@ class TextStream:
         include_stop: bool = False,
         special: bool = False,
     ) -> None:
-        """No stop string ends the first `least` tokens; the one that ends them is in the text if `include_stop`.
-
-        special: special tokens are, too.
-        """
+        """No stop string ends the first `least` tokens. include_stop: it is in the text; special: such tokens are."""
         self.tokens, self._stops, self._least = tokens, stops, least
         self._include_stop, self._special = include_stop, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # holds three bytes at most
@@ -203,15 +198,12 @@ class TextCodec:
         self.has_chat_template, self.chat_template = ChatTemplate.is_in(folder), ChatTemplate.source(folder)
 
     @classmethod
-    def find(cls, folder: str) -> TextCodec | None:
+    def find(cls, folder: str) -> Self | None:
         """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
         return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or `bare` without them.
-
-        The interpreter's lock is held all the time.
-        """
+        """Ids of a text, `bare` without the special tokens around a prompt. Holds the interpreter's lock."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not bare).ids
         return ids
 

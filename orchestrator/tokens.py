@@ -1,7 +1,5 @@
 """Bearer tokens of clients: a file of hashes, the requests each name has running, and the salt of each name."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

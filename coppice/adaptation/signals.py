@@ -5,8 +5,6 @@ stranger had written it. Never text: ids and numbers. Redis absent, slow, full o
 else: each one is sent or dropped, and counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -226,8 +224,6 @@ class Producer:
     def sample(self, head: str, sample: Sample) -> None:
         self._put(("samples", redis_key(head, "samples"), sample_to_fields(sample)))
 
-    # --- the queue ---
-
     def _put(self, entry: _Entry) -> None:
         """Queue a record, or drop it where it would exceed a bound."""
         bounds, size = self._bounds, size_of(entry[2])
@@ -263,8 +259,6 @@ class Producer:
     def _drop(self, entries: Sequence[_Entry], reason: str) -> None:
         for stream, *_ in entries:
             self._dropped.labels(stream, reason).inc()
-
-    # --- the task ---
 
     async def _run(self) -> None:
         backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)

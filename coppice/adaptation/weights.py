@@ -6,12 +6,11 @@ tensor it has the deployed one. `routes` says which texts a variant drafts for. 
 one rollback hold for all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -62,16 +61,16 @@ class Weights:
         return digest.digest()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], version: int = 0) -> Weights:
+    def of(cls, tensors: Mapping[str, Tensor], version: int = 0) -> Self:
         """Make weights of all their tensors; those of a checkpoint are version 0."""
         return cls(version, {}, {}).changed(tensors, version)
 
-    def changed(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+    def changed(self, tensors: Mapping[str, Tensor], version: int) -> Self:
         """Return these weights with some tensors replaced; the others are shared. Only the new ones are hashed."""
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        return Weights(version, {**self.tensors, **tensors}, {**self.digests, **digests})
+        return type(self)(version, {**self.tensors, **tensors}, {**self.digests, **digests})
 
-    def differing(self, other: Weights) -> list[str]:
+    def differing(self, other: Self) -> list[str]:
         """Return the names of the tensors whose values are not the other's."""
         return [name for name in self.tensors if self.digests[name] != other.digests.get(name)]
 
@@ -143,7 +142,7 @@ class Routes:
         self.routes = list(routes)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Routes:
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Read the routes among a head's tensors. Raises InvalidField."""
         if ROUTES not in tensors:
             return cls()

@@ -1,7 +1,5 @@
 """The client with which operators' tools call an adapter."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The SDK: `Client` and `AsyncClient` of a GenerationService."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

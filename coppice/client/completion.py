@@ -1,7 +1,5 @@
 """A stream's events folded into one answer; the sync and the async client share it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -24,18 +22,15 @@ _JSON_TIMINGS = ("queue", "prefill", "draft", "transport", "verify", "accept", "
 
 @dataclass(kw_only=True)
 class Completion(Finished):
-    """One answer, and what its last event says. `ids`, and what is parallel to it, has one entry a new token.
+    """One answer and its last event, else "cancelled" without figures. `ids` and the like have an entry a new token."""
 
-    Without that event `finish_reason` is "cancelled" and the rest of what it says is empty.
-    """
-
-    text: str
     ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    text: str = ""
+    log_probs: tuple[float, ...] = ()
     """raw log-probabilities of the target; empty unless asked for"""
     origins: tuple[Origin, ...]
-    policy: str
-    heads: tuple[str, ...]
+    policy: str = ""
+    heads: tuple[str, ...] = ()
     seed: int
     ttft_s: float
     """from the call to the first token, as the client saw it"""

@@ -1,7 +1,5 @@
 """A request from a prompt and options: what the options mean, and which values the SDK refuses before it calls."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import json
@@ -22,9 +20,10 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Draws(TypedDict, total=False):
-    """The fields of SamplingParams, which says what they mean, as options."""
+class Options(TypedDict, total=False):
+    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
 
+    # Fields of SamplingParams, which says what they mean.
     temperature: float
     top_p: float
     top_k: int
@@ -34,11 +33,6 @@ class Draws(TypedDict, total=False):
     presence_penalty: float
     logit_bias: dict[int, float]
     seed: int | None
-
-
-class Options(Draws, total=False):
-    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
-
     sampling: Annotated[SamplingParams | None, "instead of temperature to seed"]
     max_new_tokens: Annotated[int, "limit on new tokens, resume_ids included; 0 is the server's"]
     stop: Annotated[str | Sequence[str], "strings that end the text, excluded from it"]
@@ -123,12 +117,7 @@ def to_json(field: str, value: Any) -> str:
         raise InvalidField(field, f"is no JSON: {error}") from None
 
 
-_GRAMMARS = {
-    "json": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "lark",
-}  # by the option's names
+_GRAMMARS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # by the option's names
 
 
 def _read_grammar(structured: Mapping[str, Any]) -> Grammar:
@@ -153,17 +142,15 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tu
         return prompt, None, None
     if not isinstance(prompt[0], ChatMessage | Mapping):
         return None, _read_ids("prompt", cast(Sequence[int], prompt)), None
-    messages = []
-    for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
-        if isinstance(part, Mapping):
-            names = list(ChatMessage.__dataclass_fields__)
-            if not {"role", "content"} <= part.keys() <= {*names}:
-                raise InvalidField("prompt", f"a message has role and content, and may have {', '.join(names[2:])}")
-            part = ChatMessage(**part)
-        if not isinstance(part, ChatMessage) or not all(isinstance(text, str) for text in astuple(part)):
-            raise InvalidField("prompt", "messages consist of texts alone")
-        messages.append(part)
-    return None, None, tuple(messages)
+    parts = cast(Sequence[ChatMessage | Mapping[str, str]], prompt)
+    try:
+        chat = tuple(ChatMessage(**part) if isinstance(part, Mapping) else part for part in parts)
+        texts = [text for message in chat for text in astuple(message)]
+    except TypeError as error:
+        raise InvalidField("prompt", f"consists of messages with role and content: {error}") from None
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidField("prompt", "messages consist of texts alone")
+    return None, None, chat
 
 
 def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:

@@ -80,8 +80,10 @@ def generate(
                     completion = print_answer(client, conversation, options, Accumulator(), as_json)
                     if completion.trees and not as_json:
                         print_tree(completion.trees, Console())
-                    if question is not None:
-                        conversation = _continued(conversation, completion.text, question)
+                    if question is not None and isinstance(conversation, str):  # paragraphs take turns
+                        conversation += f"{completion.text}\n\n{question}\n"
+                    elif question is not None:
+                        conversation = [*conversation, _said("assistant", completion.text), _said("user", question)]
             except InvalidField as error:
                 if error.field != "prompt" or not prompt_file:
                     raise
@@ -153,13 +155,6 @@ def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
         raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def _continued(conversation: Any, answer: str, question: str) -> Any:
-    """A conversation with an answer and the next question; in a text paragraphs take turns."""
-    if isinstance(conversation, str):
-        return f"{conversation}{answer}\n\n{question}\n"
-    return [*conversation, _said("assistant", answer), _said("user", question)]
-
-
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
@@ -167,9 +162,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 def print_answer(
     client: Client, prompt: Any, options: Options, answer: Accumulator, as_json: bool = False
 ) -> Completion:
-    """Print one answer: its text as it comes, and on a terminal a line of figures behind it, or its JSON object at the
-    end. Ctrl-C leaves what there is in `answer`.
-    """
+    """Print an answer as it comes and, on a terminal, its figures; or its JSON. `answer` survives Ctrl-C."""
     try:
         for event in client.stream(prompt, **options):
             answer.add(event)
@@ -216,9 +209,7 @@ def _label(tree: StepTree, node: int) -> str:
 
 
 def print_tree(trees: Sequence[StepTree], console: Console) -> None:
-    """Print the draft tree whose accepted path is the longest (SpecBlock, figure 7): a colour for each forward of the
-    drafter, accepted nodes bold with a check mark, what the verifier left out struck.
-    """
+    """Print the tree that accepted most (SpecBlock, figure 7), coloured by forward; what the verifier cut is struck."""
     tree = max(trees, key=lambda tree: len(tree.accepted))
     accepted, cut, forwards = set(tree.accepted), set(tree.cut), sorted(set(tree.forwards))
     colours = dict(zip(forwards, cycle(TERMINAL_COLOURS), strict=False))

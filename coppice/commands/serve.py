@@ -1,7 +1,5 @@
 """`coppice serve ROLE`, one service in this process, whose options are its settings, and `coppice settings`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from inspect import Parameter, Signature
@@ -47,9 +45,7 @@ app = typer.Typer(
 
 
 class _Service(TyperCommand):
-    """Its options are for --help and for completion. What is given goes to the service as it is: that also reads
-    variables and YAML, and says what is wrong.
-    """
+    """Its options are for --help and completion: the service reads what is given, and variables and YAML too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing or "--help" in args:

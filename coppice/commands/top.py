@@ -68,11 +68,8 @@ class Monitor:
         self.silent: list[str] = []  # addresses that left the latest look unanswered
 
     def look(self) -> None:
-        """Read every page, unless the latest look was a moment ago."""
-        now = time.monotonic()
-        if self._looks and now - self._looks[-1][0] < 0.9 * LOOK_S:
-            return
-        pages, self.silent = {}, []
+        """Read every page."""
+        now, pages, self.silent = time.monotonic(), {}, []
         for address in self._addresses:
             try:
                 pages[address] = read(address)

@@ -1,7 +1,5 @@
 """A GGUF file, llama.cpp's form of a model, becomes a folder: weights as plain numbers, tokenizer, chat template."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a model's folder must hold, what its files say, and the memory that it takes, before any weight is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

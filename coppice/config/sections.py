@@ -1,7 +1,5 @@
 """Settings of the processes, section by section."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Settings of every process: flag, then COPPICE_SECTION__NAME, then YAML, then default."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

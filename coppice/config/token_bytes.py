@@ -1,7 +1,5 @@
 """What each id of a tokenizer adds to a text, in bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

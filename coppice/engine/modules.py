@@ -13,8 +13,6 @@ Launches. A launch costs the host and the GPU some microseconds, whatever it com
 operators, a norm is eight launches and the rotation of queries and keys ten; a layer of Qwen3 has four norms.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -130,10 +128,7 @@ def fuse(model: nn.Module, packed: bool = True) -> None:
 
 
 def prepack(model: nn.Module) -> None:
-    """Pack the weights of a model's linear layers, of those that are not yet, where `pays` says so.
-
-    The model computes the same. Subclasses of nn.Linear are left alone: others may read their weights.
-    """
+    """Pack the weights of a model's linear layers where `pays` says so; others may read those of subclasses."""
     for layer in model.modules():
         if _packs(layer, (nn.Linear, PackedLinear)):
             packed = _reordered(layer.weight)

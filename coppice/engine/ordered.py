@@ -6,8 +6,6 @@ behind, has weight zero and changes nothing. So it is the same whether ancestors
 is beside them. That products do add in such chains is the processor's affair: `check_invariant` asks it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

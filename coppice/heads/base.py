@@ -4,13 +4,10 @@ A head knows nothing of streams, fences or threads. Its drafter calls it from on
 has checked ids, budgets and lengths, and turns what it raises into the end of one session.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,9 +98,9 @@ class Head(ABC):
     forward_ns: int = 0
     remembered: int = 0
     """tokens of ended sessions' texts that it holds"""
-    weights: Weights | None = None
+    weights: "Weights | None" = None
     """what a push of weights replaces; None: a head whose weights cannot be replaced"""
-    checkpoint: Weights | None = None
+    checkpoint: "Weights | None" = None
     """those that it was built with"""
     max_context: int = 0
     """positions of a text behind which it drafts nothing; 0: it has no limit"""
@@ -170,7 +167,7 @@ class Head(ABC):
 class KVHead(Head):
     """A head whose sessions have a `table` in a pool of keys and values."""
 
-    pool: KVPool
+    pool: "KVPool"
     deepest: int  # levels of a draft
     _sessions: dict[int, Any]
 
@@ -192,18 +189,14 @@ class KVHead(Head):
         return True
 
 
-# --- the kinds of heads: their modules, and torch with them, are imported only when they are built ---
-
-# kind: (module, function that takes DrafterSettings and returns a Head)
-_BUILDERS = MappingProxyType(
-    {
-        **dict.fromkeys(("bigram", "lookup"), ("coppice.heads.ngram", "NgramHead")),
-        "lm": ("coppice.heads.lm", "LanguageModelHead"),
-        "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
-        "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
-        **dict.fromkeys(("dflash", "jetspec", "dspark"), ("coppice.heads.block_head", "MaskedBlockHead")),
-    }
-)
+_BUILDERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("bigram", "lookup"), ("coppice.heads.ngram", "NgramHead")),
+    "lm": ("coppice.heads.lm", "LanguageModelHead"),
+    "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
+    "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
+    **dict.fromkeys(("dflash", "jetspec", "dspark"), ("coppice.heads.block_head", "MaskedBlockHead")),
+}
+"""by kind the module, which is imported when a head is built, and what makes one of DrafterSettings"""
 
 
 def build_head(settings: DrafterSettings) -> Head:

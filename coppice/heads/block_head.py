@@ -10,8 +10,6 @@ same behind every node, so that the tree is the best of all combinations of the 
 behind what the noise chose there, which no slot can know by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 

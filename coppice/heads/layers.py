@@ -4,8 +4,6 @@ Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the 
 public layouts keep them apart (coppice/heads/checkpoints.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -122,16 +120,13 @@ class HeadConfig(BaseModel):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """How positions are scaled, in transformers' terms, the older `rope_scaling` before `rope_parameters` as there.
-
-        Its type has two names, too: `type` is the older one, which EAGLE's own checkpoints use.
-        """
+        """How positions are scaled, in transformers' words; `rope_scaling` and its `type` are older and count."""
         given = self.rope_scaling or self.rope_parameters or {}
         legacy = given.get("type", "default")
         return {"rope_type": legacy} | {name: value for name, value in given.items() if name != "type"}
 
     @model_validator(mode="after")
-    def _fits(self) -> HeadConfig:
+    def _fits(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
         if self.draft_vocab_size > self.vocab_size:

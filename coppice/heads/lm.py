@@ -4,8 +4,6 @@ Every level of the tree is one packed forward over the frontiers of all waiting 
 does: the best `top_k` nodes of a level are expanded, and the `budget` best candidates of all levels are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -19,14 +19,12 @@ first guess that comes true is followed. How often each kind does is counted in 
 **Bigram.** Counts of followers above counts of tokens.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -56,7 +54,7 @@ Occurrence = tuple[list[int], int, int]
 class Lookup:
     """The text of one session and where its n-grams stand."""
 
-    def __init__(self, earlier: Collection[Lookup] = ()) -> None:
+    def __init__(self, earlier: Collection["Lookup"] = ()) -> None:
         """`earlier`: other texts to look up in, the latest first. There may be more of them later, or less."""
         self.ids: list[int] = []
         self.earlier = earlier
@@ -210,7 +208,9 @@ class Predicted:
         for token in ids:
             for guess in self._guesses:
                 right = self._ids[guess.at] == token
-                self._learn(guess.kind, right)
+                self._seen[guess.kind] += 1
+                tokens = min(MEMORY, FIRST_STEPS + self._seen[guess.kind])
+                self._rates[guess.kind] += (right - self._rates[guess.kind]) / tokens
                 if right:
                     break
             self._track = self._step(self._track, self._guesses, token)
@@ -241,10 +241,6 @@ class Predicted:
     def place(self, state: State, token: int) -> int:
         """Return which token of the prediction this one is behind a path, from 1; 0: it is not drafted from it."""
         return next((guess.at + 1 for guess in state[0] if self._ids[guess.at] == token), 0)
-
-    def _learn(self, kind: int, right: bool) -> None:
-        self._seen[kind] += 1
-        self._rates[kind] += (right - self._rates[kind]) / min(MEMORY, FIRST_STEPS + self._seen[kind])
 
     def _follow(self, guesses: list[Guess], token: int) -> list[Guess]:
         """What comes behind the first guess that says `token`."""
@@ -293,35 +289,7 @@ def _kind(first: int, length: int) -> int:
     return first + bisect_right(MATCHES, length) - 1
 
 
-FOLLOWERS, FREQUENT = 12, 4
-"""most frequent followers and tokens that are looked at: a row costs the same however long the text is"""
-
-
-class Frequencies(dict[int, int]):
-    """Counts of ids, and the most frequent ones, descending, those that came to be so first before their equals."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: of the most frequent ids that are listed."""
-        super().__init__()
-        self.total, self.top, self._most = 0, list[int](), most
-
-    def add(self, token: int) -> None:
-        """Count `token` once more."""
-        count = self[token] = self.get(token, 0) + 1
-        self.total += 1
-        top = self.top
-        if token not in top:
-            if len(top) == self._most and count <= self[top[-1]]:
-                return
-            top.append(token)
-        top.sort(key=self.__getitem__, reverse=True)
-        del top[self._most :]
-
-    def above(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the (V,) row with these counts above those of the model below, whose row is given."""
-        row = row * len(self)
-        row[list(self)] += list(self.values())
-        return row / (self.total + len(self))
+FOLLOWERS, FREQUENT = 12, 4  # most frequent followers, and tokens of all, that are candidates
 
 
 class Bigram:
@@ -329,20 +297,22 @@ class Bigram:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._tokens = Frequencies(FREQUENT)
-        self._followers: dict[int, Frequencies] = {}
-        self._last: int | None = None
+        self._tokens, self._length = Counter[int](), 0
+        self._followers = defaultdict[int, Counter[int]](Counter)
+        self._last: list[int] = []  # the text's last token
         self._frequent: dict[int, float] = {}  # the most frequent tokens and their probabilities
         self._rows: dict[int, dict[int, float]] = {}  # followers() since the text grew last
 
     def extend(self, ids: Sequence[int]) -> None:
         """Count the text's next ids."""
-        for token in ids:
-            self._tokens.add(token)
-            if self._last is not None:
-                self._followers.setdefault(self._last, Frequencies(FOLLOWERS)).add(token)
-            self._last = token
-        self._frequent = {token: self._unigram(token) for token in self._tokens.top}
+        self._tokens.update(ids)
+        self._length += len(ids)
+        behind = [*self._last, *ids]
+        for previous, token in itertools.pairwise(behind):
+            self._followers[previous][token] += 1
+        self._last = behind[-1:]
+        top = sorted(dict.fromkeys((*self._frequent, *ids)), key=self._tokens.__getitem__, reverse=True)[:FREQUENT]
+        self._frequent = {token: self._unigram(token) for token in top}
         self._rows = {}
 
     def start(self, root: int) -> int:
@@ -359,23 +329,27 @@ class Bigram:
         if seen is None:
             return self._frequent
         if state not in self._rows:
-            kinds, total, below = len(seen), seen.total + len(seen), self._frequent
+            kinds, total, below = len(seen), seen.total() + len(seen), self._frequent
             self._rows[state] = {
-                token: (seen.get(token, 0) + kinds * (below.get(token) or self._unigram(token))) / total
-                for token in dict.fromkeys((*seen.top, *below))
+                token: (seen[token] + kinds * (below.get(token) or self._unigram(token))) / total
+                for token in (*dict(seen.most_common(FOLLOWERS)), *below)
             }
         return self._rows[state]
 
     def _unigram(self, token: int) -> float:
         kinds = len(self._tokens)
         uniform = 1 / self.vocab_size if self.vocab_size else 0.0
-        return (self._tokens.get(token, 0) + kinds * uniform) / max(self._tokens.total + kinds, 1)
+        return (self._tokens[token] + kinds * uniform) / max(self._length + kinds, 1)
 
     def row(self, previous: int) -> NDArray[np.float64]:
         """Return (vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
-        row = self._tokens.above(np.full(self.vocab_size, 1 / self.vocab_size))
-        seen = self._followers.get(previous)
-        return row if seen is None else seen.above(row)
+        row = np.full(self.vocab_size, 1 / self.vocab_size)
+        for counts in (self._tokens, self._followers.get(previous)):
+            if counts is not None:
+                row *= len(counts)
+                row[list(counts)] += list(counts.values())
+                row /= counts.total() + len(counts)
+        return row
 
 
 TextModel = Bigram | Lookup | Predicted

@@ -3,8 +3,6 @@
 A tree is in lists: for some dozens of nodes a loop costs less than numpy's calls.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Files of prompts: JSON lines, or plain text with one prompt a line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who may call what: the names in certificates that tell services apart, and the PEM files that hold these."""
 
-from __future__ import annotations
-
 import contextlib
 import ssl
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Admission to a bounded resource: clients take turns, a bounded queue, a bounded wait."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Client channels between Coppice processes, all with the same options; they follow a rotation of certificates."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ An address holds for one lease after it was last listed; while a list is away or
 replicas are alive is for health checks to say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

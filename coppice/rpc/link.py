@@ -61,7 +61,7 @@ class Inbox:
         self._take: Callable[[bytes], None] | None = None
         self._ended = False
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     def put(self, data: Any) -> bool:
         """Add a message; what comes behind the end is dropped. False: too much is unread, and gone now."""
@@ -80,7 +80,7 @@ class Inbox:
             return False
         self._unread_bytes = size
         self._unread.append(data)
-        self._wake()
+        self._news.set()
         return True
 
     def _read(self, data: bytes) -> Any:
@@ -93,29 +93,16 @@ class Inbox:
         """Say that nothing follows, and why."""
         if not self._ended:
             self._ended, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _news(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+            self._news.set()
 
     async def listen(self, take: Callable[[Any], None]) -> None:
-        """Have `take` called with every message as it comes, in a copy of the listener's context; return at the end.
-
-        Raises what `take` raises, and the error of `end`.
-        """
+        """Have `take` called with every message until the end. Raises what `take` raises, and the error of `end`."""
         self._take = partial(contextvars.copy_context().run, take)  # type: ignore[call-arg]
         while self._unread and not self._ended:
             self.put(self._unread.popleft())
         while not self._ended or (self.is_busy and self._error is None):
-            await self._news()
+            self._news.clear()
+            await self._news.wait()
         if self._error is not None:
             raise self._error
 
@@ -123,7 +110,7 @@ class Inbox:
         """Note that what came is answered."""
         self.is_busy = False
         if self._ended:
-            self._wake()
+            self._news.set()
 
     def __aiter__(self) -> Inbox:
         return self
@@ -132,7 +119,8 @@ class Inbox:
         while not self._unread:
             if self._ended:
                 raise self._error or StopAsyncIteration
-            await self._news()
+            self._news.clear()
+            await self._news.wait()
         data = self._unread.popleft()
         self._unread_bytes -= len(data)
         return self._read(data)

@@ -1,7 +1,5 @@
 """Connections to a Redis that may come and go. Scripts in it are atomic and go by its own clock."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,6 +1,8 @@
-"""One home for how a Coppice server accepts calls: guarded handlers, health on its own port, an orderly stop."""
+"""One home for how a Coppice server accepts calls: guarded handlers, health, an orderly stop.
 
-from __future__ import annotations
+Health is told on a port and in threads of its own, so that a busy server still answers its probes, and on the service
+port, from the event loop: load balancers and clients ask where they call.
+"""
 
 import asyncio
 import contextlib
@@ -8,7 +10,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +23,15 @@ import grpc.aio
 import structlog
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from coppice import failpoints
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Unavailable
+from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
-from coppice.rpc import health, tracing
+from coppice.rpc import tracing
 from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
 from coppice.rpc.directory import Registry
 from coppice.rpc.link import LINK, LINKED, Inbox, ServedLink
@@ -40,6 +46,16 @@ _LAST_WORDS_S = 0.05  # for what a caller says beyond its answer
 MAX_DETAILS = 600  # characters of a status' details: a header holds 8 KiB, a character takes up to 12 bytes of it
 MAX_PARTS = 4096  # fields and elements of a message, those of its parts included; a packed list is one
 SMALL_BYTES = 16 << 10  # a message up to this size is not worth counting
+HEARTBEAT_S = 0.2  # between two signs of the event loop's life
+NOT_READY_S = 2.0  # without a turn of the server's loop: calls wait for so long, so others should get them
+NOT_ALIVE_S = 30.0  # it hangs
+MOST_CALLS = 64  # at once of the health port, and of each method on the service port
+MESSAGE_S = 5.0  # how long a service port waits for the message of a call that has one
+PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 5000), ("grpc.keepalive_permit_without_calls", 1))
+"""channel arguments of every server: callers may ping a quiet connection this often"""
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_HEALTH_THREADS = 4
+_Status = health_pb2.HealthCheckResponse.ServingStatus
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
 
@@ -155,16 +171,106 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error {opaque}")
 
 
+class _HealthServicer(health.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """Answers what was set, and NOT_SERVING while the server's event loop does not turn."""
+
+    def __init__(self, threads: ThreadPoolExecutor, not_ready_s: float) -> None:
+        super().__init__(experimental_non_blocking=True, experimental_thread_pool=threads)
+        self._not_ready_s = not_ready_s
+        self.beat = time.monotonic()
+
+    def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The state of a service, or with no name that of the process."""
+        if time.monotonic() - self.beat > (self._not_ready_s if request.service else NOT_ALIVE_S):
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return super().Check(request, context)
+
+
+class Health:
+    """grpc.health.v1 of a server, whose service port lets everybody in, so many at a time. The name "" is alive from
+    construction on; a service's name only while ready.
+    """
+
+    def __init__(self, not_ready_s: float = NOT_READY_S) -> None:
+        """`not_ready_s`: how long the loop may stand until the services are said to be not ready."""
+        threads = ThreadPoolExecutor(_HEALTH_THREADS, thread_name_prefix="health")
+        self.server = grpc.server(threads, options=PINGS, maximum_concurrent_rpcs=MOST_CALLS)
+        self._servicer = _HealthServicer(threads, not_ready_s)
+        self._beating: asyncio.Task[None] | None = None
+        self._states: dict[str, health_pb2.HealthCheckResponse] = {}
+        self._left = asyncio.Event()
+        self._under_way = Counter[str]()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self.server)
+
+    def start(self, *services: str) -> None:
+        """Answer, and say that these services are ready. Call it on the server's event loop, whose turns it watches."""
+        for name in ("", *services):
+            self._set(name, "SERVING")
+        self._beating = asyncio.create_task(self._beat())
+        self.server.start()
+
+    def not_ready(self, *services: str) -> None:
+        """Say that these services take no more calls, and let those end who watch on the service port."""
+        for name in services:
+            self._set(name, "NOT_SERVING")
+        self._left.set()
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        if self._beating is not None:
+            self._beating.cancel()
+        await asyncio.to_thread(self.server.stop(0).wait)
+
+    @contextlib.asynccontextmanager
+    async def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Hold one of the places that a method has on the service port inside the block. Raises Overloaded."""
+        if self._under_way[method.name] >= MOST_CALLS:
+            raise Overloaded(f"{MOST_CALLS} calls of {method.name} are under way")
+        self._under_way[method.name] += 1
+        try:
+            yield
+        finally:
+            self._under_way[method.name] -= 1
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The state of a service, or with no name that of the process. Raises NotFound."""
+        if request.service not in self._states:
+            raise NotFound("no such service")
+        return self._states[request.service]
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The state of a service now, and when the server begins to drain; then the call ends."""
+        unknown = health_pb2.HealthCheckResponse(status=_Status.Value("SERVICE_UNKNOWN"))
+        yield self._states.get(request.service, unknown)
+        await self._left.wait()
+        yield self._states.get(request.service, unknown)
+
+    def _set(self, service: str, state: str) -> None:
+        self._states[service] = health_pb2.HealthCheckResponse(status=_Status.Value(state))
+        self._servicer.set(service, _Status.Value(state))
+
+    async def _beat(self) -> None:
+        while True:
+            self._servicer.beat = time.monotonic()
+            await asyncio.sleep(HEARTBEAT_S)
+
+
 @dataclass(frozen=True, slots=True)
 class Door:
     """What holds for every call of a server."""
 
-    access: Access | health.Health = field(default_factory=lambda: Access(TlsSettings()))
+    access: Access | Health = field(default_factory=lambda: Access(TlsSettings()))
     """who may call"""
     limits: Limits = field(default_factory=Limits)
     full: Callable[[], object] | None = None
     """raises Overloaded while no streamed answer can begin; it is asked before the call's message is read"""
-    message_s: float = health.MESSAGE_S
+    message_s: float = MESSAGE_S
     """longest wait for the message of a call that has one"""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """set when links end that carry no session"""
@@ -266,7 +372,7 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),
-        *health.PINGS,
+        *PINGS,
     ]
 
 
@@ -275,7 +381,7 @@ def most_calls(limits: Limits) -> int:
     those of a session's followers; beside them those of health, which take no place from others.
     """
     lasting = (2 + _FOLLOWERS) * limits.sessions + 2 * limits.queued
-    return lasting + _SHORT_CALLS + 2 * health.MOST_CALLS
+    return lasting + _SHORT_CALLS + 2 * MOST_CALLS
 
 
 class StreamWaits:
@@ -290,17 +396,9 @@ class StreamWaits:
         if self.draining.is_set():
             raise self._end()
         try:
-            async with asyncio.timeout(self.idle_s) as wait:
-                self._waiting.add(wait)
-                try:
-                    return await anext(messages, None)
-                finally:
-                    self._waiting.discard(wait)
+            return await self._bounded(anext(messages, None))
         except TimeoutError:
             raise self._end() from None
-
-    def _end(self) -> Unavailable:
-        return Unavailable("the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s")
 
     async def listen(self, messages: Inbox, take: Callable[[Any], None]) -> None:
         """As `Inbox.listen`; what is not answered may still be. Raises Unavailable when idle too long or draining."""
@@ -308,16 +406,23 @@ class StreamWaits:
             raise self._end()
         while True:
             try:
-                async with asyncio.timeout(self.idle_s) as wait:
-                    self._waiting.add(wait)
-                    try:
-                        return await messages.listen(take)
-                    finally:
-                        self._waiting.discard(wait)
+                return await self._bounded(messages.listen(take))
             except TimeoutError:
                 idle_s = asyncio.get_running_loop().time() - messages.latest
                 if not messages.is_busy and (self.draining.is_set() or idle_s >= self.idle_s):
                     raise self._end() from None
+
+    async def _bounded(self, waiting: Awaitable[T]) -> T:
+        """Wait until the server drains at most, or for as long as a stream may idle. Raises TimeoutError."""
+        async with asyncio.timeout(self.idle_s) as wait:
+            self._waiting.add(wait)
+            try:
+                return await waiting
+            finally:
+                self._waiting.discard(wait)
+
+    def _end(self) -> Unavailable:
+        return Unavailable("the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s")
 
     def answered(self, messages: Inbox) -> None:
         """Note that what came is answered: while the server drains, nothing more is taken."""
@@ -355,7 +460,7 @@ class Serving:
         """counts links, as a Door's"""
         self.address = ""
         self.others: dict[str, str] = {}  # what else the ready file says, by name
-        self.health = health.Health()
+        self.health = Health()
         self._services: list[str] = []
 
     async def start(
@@ -364,17 +469,13 @@ class Serving:
         metrics: CollectorRegistry | None = None,
         full: Callable[[], object] | None = None,
     ) -> None:
-        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order.
-
-        metrics: what the metrics port shows. full: as a Door's. Raises InvalidField when a port is taken, and for bad
-        certificates.
-        """
+        """Bind, register, report ready; SIGTERM and SIGINT end it in order. full: a Door's. Raises InvalidField."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         door = Door(self.access, self.limits, full, draining=self.draining, links=self.links)
         for service, servicer in servicers.items():
             add_service(self.server, service, servicer, door)
-        add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
+        add_service(self.server, HEALTH_SERVICE, self.health, Door(self.health, self.limits))
         self._services = [service.full_name for service in servicers]
         host = self.settings.host
         metrics_port = serve_metrics(metrics, host, self.settings.metrics_port) if metrics else 0

@@ -1,9 +1,8 @@
 """Policies: which heads draft in a step, and which tree is verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class Policy:
     chooser: Chooser | None = None  # of a policy that a package adds
 
     @classmethod
-    def parse(cls, name: str, heads: Sequence[str]) -> Policy:
+    def parse(cls, name: str, heads: Sequence[str]) -> Self:
         """Read `name` for a deployment with these heads: all, or some as in `route:A/B`. Raises InvalidField."""
         if name == "plain":
             return cls(name, ())
@@ -63,17 +62,14 @@ class Policy:
         return cls(name if single else kind, tuple(chosen), None if ours else extension(ADDED, kind, "policy"))
 
     @classmethod
-    def default(cls, heads: Sequence[str]) -> Policy:
+    def default(cls, heads: Sequence[str]) -> Self:
         """Route between several heads, use a single one, decode plainly without any."""
         if len(heads) > 1:
             return cls.parse("route", heads)
         return cls.parse(f"single:{heads[0]}" if heads else "plain", heads)
 
     def choose(self, trees: Sequence[DraftTree], budget: int) -> Choice:
-        """Route to one head's tree or merge them all, within `budget` nodes.
-
-        trees: one a head, with calibrated scores, so that heads can be compared; empty where a head has none.
-        """
+        """Route to one head's tree of calibrated scores, or merge all, in `budget` nodes; empty: the head has none."""
         if not any(map(len, trees)):
             return Choice(DraftTree.empty(), NO_HEAD)
         if self.chooser is not None:

@@ -10,13 +10,11 @@ The noise of a token is a Gumbel variable read from a hash of (seed, absolute po
 the same row draws the same token, in whatever step, tree or process. `heads.tree.torch_noise` is the twin on tensors.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,12 +85,12 @@ class SamplingParams(BaseModel):
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the draws; unset, the server draws one")] = 0
 
-    def with_defaults(self, repetition_penalty: float) -> SamplingParams:
+    def with_defaults(self, repetition_penalty: float) -> Self:
         """The same with what is unset as a deployment has it."""
         unset = self.repetition_penalty is None
         return self.model_copy(update={"repetition_penalty": repetition_penalty}) if unset else self
 
-    def with_seed(self) -> SamplingParams:
+    def with_seed(self) -> Self:
         """The same with a seed: a random one unless one was set."""
         if "seed" in self.model_fields_set:
             return self
@@ -265,10 +263,7 @@ def uniform(seed: int, position: int, stream: int) -> float:
 
 
 def draw(ids: IntArray, log_probs: FloatArray, seed: int, position: int, stream: int = TOKEN_STREAM) -> int:
-    """The token of a row at an absolute position: argmax of log-probability plus noise, an exact sample of the row.
-
-    Of equal values the first is taken, which is the lowest id of a row as `decode_row` returns it.
-    """
+    """An exact sample of a row at a position: argmax of log-probability plus noise, of equals the lowest id."""
     if ids.size == 1:
         return int(ids[0])
     return int(ids[np.argmax(log_probs + noise(seed, position, ids, stream))])

@@ -28,10 +28,7 @@ class TreeError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """A draft tree of n nodes, root excluded.
-
-    Construction only unifies widths; whatever came from outside goes through `validate` before anything else.
-    """
+    """A draft tree of n nodes, root excluded. What came from outside goes through `validate` before all else."""
 
     tokens: IntArray
     """(n,) token ids"""

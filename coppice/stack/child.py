@@ -4,8 +4,6 @@ The parent holds the other end of this process's standard input; when it ends, h
 child stops as on SIGTERM. Linux' PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the child ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

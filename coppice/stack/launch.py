@@ -1,7 +1,5 @@
 """A whole stack on one machine: verifiers, drafter pools and orchestrators as processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time

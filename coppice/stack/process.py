@@ -1,7 +1,5 @@
 """One service as a child process: start it, wait until it is healthy, see that it lives, stop it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

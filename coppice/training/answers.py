@@ -6,8 +6,6 @@ ids a shard has the target's features, and the final hidden states, of which dis
 texts under way are kept in a file, from which a recording goes on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -67,7 +65,7 @@ class _Text:
     ids: list[int]
     length: int
     temperature: float
-    shard: _Shard | None = None
+    shard: "_Shard | None" = None
     starts: list[int] = field(default_factory=lambda: [0])  # of its prompts
     fed: int = 0
     drawn: int = 0  # ids since the latest prompt

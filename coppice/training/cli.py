@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -72,8 +72,8 @@ def train_head(
     device: Device = "cpu",
     seed: Seed = 0,
     dtype: Annotated[
-        str, typer.Option(help="float32 or bfloat16, for the target's answers; default: by what the device multiplies.")
-    ] = "",
+        Dtype | None, typer.Option(help="Of the target's answers; default: by what the device multiplies.")
+    ] = None,
     lessons: Annotated[
         Path | None, typer.Option(help="Folder of the target's answers, which heads may share; default: in OUT.work.")
     ] = None,
@@ -101,10 +101,7 @@ def train_head(
     from coppice.training.losses import fast_dtype
     from coppice.training.progress import Progress
 
-    if dtype not in ("", *get_args(Dtype)):
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(get_args(Dtype))}", param_hint="--dtype")
     check_device("device", device)
-    dtype = dtype or str(fast_dtype(torch.device(device))).removeprefix("torch.")
     read, fields = _layers(layers), _fields(shape)
     build = heads.FeatureHeadInTraining
     if kind not in FEATURE_KINDS:
@@ -126,7 +123,8 @@ def train_head(
 
         progress.say("recording the target's answers")
         folder = lessons or work / "lessons"
-        where: dict[str, Any] = {"device": device, "dtype": dtype, "layers": read}
+        own = dtype or str(fast_dtype(torch.device(device))).removeprefix("torch.")
+        where: dict[str, Any] = {"device": device, "dtype": own, "layers": read}
         answers = record_answers(data, target, folder, plan, **where, progress=reach, say=progress.print)
     config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
     recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)

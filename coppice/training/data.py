@@ -1,7 +1,5 @@
 """Training text: `--data NAME=GLOB[:WEIGHT]` lines, their documents and chats, the held-out rule, and rows of ids."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

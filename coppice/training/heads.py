@@ -1,7 +1,5 @@
 """What a kind of head gives to training, and the kinds that read features."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,19 +14,9 @@ from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import MASKED_KINDS, SHAPES, TargetParts, save_head, shape_of
 from coppice.heads.layers import HeadConfig
+from coppice.training import losses
 from coppice.training.answers import TargetAnswers
 from coppice.training.data import held_out_batches
-from coppice.training.losses import (
-    LOSSES,
-    HeadLoss,
-    Student,
-    Teacher,
-    accepted_length,
-    alphas,
-    expectation,
-    fast_dtype,
-    measure,
-)
 
 DRAFT_VOCAB, DRAFT_SHARE = 4096, 16
 """ids of the draft vocabulary: so many, or where that is more one in so many of the target's"""
@@ -53,9 +41,7 @@ class TrainingConfig:
 
 
 class HeadInTraining(nn.Module):
-    """A head while it is trained. A kind is a function from a TrainingConfig to one of these, ours or an entry point of
-    the group `coppice.training`.
-    """
+    """A head in training. A kind makes one of a TrainingConfig: ours, or an entry point of `coppice.training`."""
 
     best_by: ClassVar[str] = ""  # the figure that is highest for the best weights; empty: the held-out loss is lowest
     share: float = 0.0  # how much of the run is done, 0 to 1; the trainer says it before each step
@@ -73,10 +59,7 @@ class HeadInTraining(nn.Module):
         return {}
 
     def export(self, folder: Path) -> str | None:
-        """Write into an empty folder what the head of this kind is served from; the parameters are the best ones.
-
-        May return a further section of the model card.
-        """
+        """Write what this kind is served from into an empty folder. May return a further section of the model card."""
         raise NotImplementedError
 
 
@@ -132,7 +115,7 @@ def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping
 
 def build_student(
     config: HeadConfig, parts: TargetParts, draft_ids: Tensor, seed: int, dtype: torch.dtype = torch.float32
-) -> Student:
+) -> losses.Student:
     """Make a fresh draft model whose output layer starts as the target's, or is it, then in `dtype`."""
     torch.manual_seed(seed)
     model: Any = shape_of(config.kind)[1](config)
@@ -158,7 +141,7 @@ def build_student(
     if not model.own_output:
         model.lm_head.weight = parts.output[draft_ids].to(dtype)
     model.embedding_scale = parts.scale_of(config.kind)
-    return Student(model, parts.embedding.float())
+    return losses.Student(model, parts.embedding.float())
 
 
 @torch.no_grad()
@@ -176,7 +159,7 @@ def fit_scales(model: Any, answers: TargetAnswers) -> None:
         model.norm.weight.copy_(sample.final.square().mean((0, 1)).sqrt())
 
 
-class FeatureHeadInTraining(Student, HeadInTraining):
+class FeatureHeadInTraining(losses.Student, HeadInTraining):
     """A head that reads the answers' layers, of a kind of ours."""
 
     best_by = LENGTH
@@ -203,15 +186,15 @@ class FeatureHeadInTraining(Student, HeadInTraining):
             for name, value in config.shape.items():
                 if value != (has := begun["config"].get(name)):
                     raise InvalidField("--shape", f"{name} is {value}, and {has} of the head that {record} began")
-        dtype = fast_dtype(torch.device(config.device))
+        dtype = losses.fast_dtype(torch.device(config.device))
         fresh = build_student(sizes, parts, draft_ids, config.seed, dtype)
         fit_scales(fresh.model, answers)
         super().__init__(fresh.model, cast(Tensor, fresh.embedding))
         config.work.mkdir(parents=True, exist_ok=True)
         begun = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
-        teacher = Teacher(parts.output.to(config.device), draft_ids, dtype)
-        self.trained = HeadLoss(teacher, **(learns_by or LOSSES[kind]))
+        teacher = losses.Teacher(parts.output.to(config.device), draft_ids, dtype)
+        self.trained = losses.HeadLoss(teacher, **(learns_by or losses.LOSSES[kind]))
         batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
         self.texts = {name: answers.read(batch[:, :-1].to(config.device)) for name, batch in batches.items()}
         """held-out texts, by the name of their domain"""
@@ -224,20 +207,21 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         return self.trained.held_out(self, answers.read(rows))
 
     def figures(self) -> dict[str, float]:
-        measured = [measure(self, self.trained, texts) for texts in self.texts.values()]
-        return {LENGTH: accepted_length(torch.cat(measured))}
+        measured = [losses.measure(self, self.trained, texts) for texts in self.texts.values()]
+        return {LENGTH: losses.accepted_length(torch.cat(measured))}
 
     def export(self, folder: Path) -> str:
         """Write the head in its public layout, with what is expected of it. Returns its acceptance for the card."""
         self.model.bfloat16().float()  # what is measured is what is shipped: the rounded weights
         model = cast(Any, self.model)
-        measured = {name: measure(self, self.trained, texts) for name, texts in self.texts.items()}
-        save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expectation(measured)}))
+        measured = {name: losses.measure(self, self.trained, texts) for name, texts in self.texts.items()}
+        config = model.config.model_copy(update={"acceptance": losses.expectation(measured)})
+        save_head(folder, model.cpu().bfloat16(), config)
         texts = torch.cat(list(measured.values()))
-        shares = [f"{alpha:.3f}" for alpha in alphas(texts)]
+        shares = [f"{alpha:.3f}" for alpha in losses.alphas(texts)]
         return (
             "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before were; "
-            f"a greedy chain would commit {accepted_length(texts):.2f} tokens a step.\n\n"
+            f"a greedy chain would commit {losses.accepted_length(texts):.2f} tokens a step.\n\n"
             f"| k | {' | '.join(str(k) for k in range(1, len(shares) + 1))} |\n|---|{'---|' * len(shares)}\n"
             f"| alpha | {' | '.join(shares)} |"
         )

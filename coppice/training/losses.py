@@ -1,14 +1,12 @@
 """The losses of heads, over the slots of every block or step that they draft, and how often their drafts are right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -66,40 +64,15 @@ LATER_ROWS = 3  # later blocks learn from one row in so many
 ANCHOR_ROWS = 4  # blocks of masks learn from one row in so many
 
 
-class _Mixture(torch.autograd.Function):
-    """`mixture`, and its gradient beside it, in two arrays as large as the logits: autograd would walk a dozen."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, taught: Tensor, share: float) -> Tensor:
-        wide = logits.float()
-        q = wide.softmax(-1)
-        entropy = wide.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(wide, taught)
-        common = torch.minimum(q, taught).sum(-1)
-        # The gradient of sum(min(p, q)) by the logits is q (below - sum(q below)), below = where q < p.
-        gradient = torch.lt(q, taught, out=torch.empty_like(q))
-        within = torch.linalg.vecdot(gradient, q)[:, None]
-        gradient.mul_(-2 * share).add_(1 - share + 2 * share * within).mul_(q).sub_(taught, alpha=1 - share)
-        ctx.save_for_backward(gradient.div_(len(q)).to(logits.dtype))
-        loss: Tensor = ((1 - share) * entropy + 2 * share * (1 - common)).mean()
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outer[0].to(gradient.dtype), None, None
+def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats of (n, D) logits to (n, D) probabilities (SpecBlock, equation 6)."""
+    return F.cross_entropy(logits.float(), taught)
 
 
-def mixture(logits: Tensor, taught: Tensor, share: float) -> Tensor:
-    """Return the mean of 1 - `share` of the cross-entropy and `share` of the L1 distance of (n, D) logits to (n, D)
-    probabilities.
-    """
-    return cast(Tensor, _Mixture.apply(logits, taught, share))  # type: ignore[no-untyped-call]
-
-
-soft_loss = partial(mixture, share=0.0)
-"""the mean cross-entropy in nats (SpecBlock, equation 6)"""
-l1_loss = partial(mixture, share=0.9)
-"""0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)"""
+def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return 0.1 of that cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)."""
+    distance = (logits.float().softmax(-1) - taught).abs().sum(-1)
+    return 0.1 * soft_loss(logits, taught) + 0.9 * distance.mean()
 
 
 def overlap(logits: Tensor, taught: Tensor) -> Tensor:
@@ -172,7 +145,7 @@ class Targets:
     rows: Tensor  # (n,)
 
     @classmethod
-    def of(cls, answer: Answer, teacher: Teacher) -> Targets:
+    def of(cls, answer: Answer, teacher: Teacher) -> Self:
         """Take all rows of the answers, with their tokens and distributions in the draft vocabulary."""
         rows = torch.arange(answer.ids.shape[1] - 1, device=answer.ids.device)
         return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_probs(answer.final), rows)
@@ -199,10 +172,7 @@ class Targets:
 
 
 def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
-    """Yield a block's (B, n, K, hidden) states behind every row, then of blocks behind the cuts of `later` rows.
-
-    Heads that draft at once have the first alone.
-    """
+    """Yield the (B, n, K, hidden) states of a block behind every row, then of further blocks behind `later` rows."""
     model, rows = student.model, len(targets.rows)
     if isinstance(model, MaskedBlockModel):
         yield block_states(student, answer, targets)
@@ -295,10 +265,7 @@ class HeadLoss:
     """what a kind's model computes in training"""
 
     def __call__(self, student: Any, answer: Answer, share: float = 1.0, cuts: Sequence[int] = ()) -> Tensor:
-        """Return the loss in nats of (B, N + 1) answers after a `share` of the run.
-
-        `cuts` are those of the blocks; without any each batch and block draws one.
-        """
+        """Return the loss in nats of (B, N + 1) answers after a `share` of the run; without `cuts` blocks draw them."""
         slots = self.slots(student, answer, cuts, masked=self.valid_prefix and share >= MASK_AFTER)
         anchored: Iterable[Slot | None] = repeat(None)
         if self.anchor is not None:
@@ -320,10 +287,7 @@ class HeadLoss:
         return self(student, answer, share=0.0, cuts=[slots] * (STEPS if slots == 1 else 2))
 
     def chain(self, student: Any, answer: Answer) -> Iterator[Slot]:
-        """Draft greedily behind every token of texts, each slot where those before it were right.
-
-        The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
-        """
+        """Draft greedily behind every token while drafts are right: two blocks, 8 EAGLE-3 steps, or all slots."""
         slots = student.model.config.slots
         cuts = [slots] * (8 if slots == 1 else 2)
         return replace(self, every=1).slots(student, answer, cuts, masked=True, restart=False)
@@ -347,9 +311,7 @@ class HeadLoss:
     def slots(
         self, student: Any, answer: Answer, cuts: Sequence[int] = (), masked: bool = False, restart: bool = True
     ) -> Iterator[Slot]:
-        """Yield the slots of every block. If `masked`, only rows that were right so far count (equation 5), in each
-        block anew if `restart`.
-        """
+        """Yield every block's slots; `masked`: of rows right so far (equation 5), anew in a block if `restart`."""
         model, targets = student.model, Targets.of(answer, self.teacher)
         number = int(answer.ids.sum())  # of the batch itself, so that a resumed run draws the same
         cuts = cuts or [1 + (number + 7919 * block) % model.config.slots for block in range(self.blocks)]
@@ -418,13 +380,11 @@ def expectation(measured: Mapping[str, Tensor]) -> Expectation:
             break
         counts = [text[depth] for text in texts]
         shares = [right / tried for right, tried in counts if tried >= LEAST_TRIALS]
-        by_depth.append(round(min(*shares, *(_lower_end(*total) for total in kinds), 1.0), 4))
+        for right, tried in kinds:
+            share, z2 = right / tried, _Z * _Z / tried
+            shares.append((share + z2 / 2 - math.sqrt(z2 * (share * (1 - share) + z2 / 4))) / (1 + z2))
+        by_depth.append(round(min(max(0.0, min(shares)), 1.0), 4))
     of_kinds = {
         kind: tuple(round(right / tried, 4) for right, tried in total if tried) for kind, total in totals.items()
     }
     return Expectation(by_depth=tuple(by_depth), texts=of_kinds)
-
-
-def _lower_end(right: int, tried: int) -> float:
-    share, z2 = right / tried, _Z * _Z / tried
-    return max(0.0, (share + z2 / 2 - math.sqrt(z2 * (share * (1 - share) + z2 / 4))) / (1 + z2))

@@ -1,7 +1,5 @@
 """What a long command says while it works: what it is doing, how much of it is done, and the time left."""
 
-from __future__ import annotations
-
 import time
 
 from rich.console import Console

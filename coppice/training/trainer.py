@@ -3,8 +3,6 @@
 A run's work folder, beside the model folder that it makes, has checkpoint.safetensors, best.safetensors and log.jsonl.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ The annotations of the value are the table of its fields: `Annotated[int, Within
 outside of 0..64. What else there is to know, such as which fields are repeated or may be unset, the descriptor says.
 """
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -66,8 +64,8 @@ class Conversion(NamedTuple):
 
 
 NAMED_ALONE = frozenset({"fence", "sampling", "next"})  # Fields that refusals name without the message that holds them
-CODECS: dict[str, Codec[Any]] = {}  # by the full name of the message
-_BY_CLASS: dict[type, Codec[Any]] = {}
+CODECS: dict[str, "Codec[Any]"] = {}  # by the full name of the message
+_BY_CLASS: dict[type, "Codec[Any]"] = {}
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -82,7 +80,7 @@ def carried_by(message: Any, frozen: bool = True) -> Callable[[type[T]], type[T]
     return register
 
 
-def codec(value: type[T]) -> Codec[T]:
+def codec(value: type[T]) -> "Codec[T]":
     """Reads and writes the values of a class that is `carried_by` a message."""
     return _BY_CLASS[value]
 
@@ -241,10 +239,7 @@ def _unpack(hint: Any) -> tuple[Any, bool, list[Any]]:
 
 
 def _conversion(hint: Any, optional: bool, field: Any) -> Conversion | None:
-    """How a field is converted of which nothing else is said; None: it is the same in both.
-
-    What may be None is when it is not set; a repeated field is when it is empty.
-    """
+    """How a field without a conversion of its own is converted; None: not at all. Unset is None where that may be."""
     container, inner = typing.get_origin(hint), CODECS.get(field.message_type.full_name) if field.message_type else None
     if inner and field.is_repeated:
         return Conversion(

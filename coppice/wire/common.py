@@ -1,7 +1,5 @@
 """Types of bounded fields, and the messages that more than one service speaks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -34,7 +32,7 @@ Layers = Annotated[tuple[Layer, ...], Length(0, limits.MAX_FEATURE_LAYERS)]
 PlainName = Annotated[str, limits.check_session]
 Name = Annotated[str, Length(0, limits.MAX_NAME_CHARS)]
 Salt = Annotated[str, Length(0, limits.MAX_SALT_CHARS)]
-Hash = Annotated[bytes, limits.check_hash]
+Hash = Annotated[bytes, Length(limits.HASH_BYTES, limits.HASH_BYTES)]
 HashOrNone = Annotated[bytes, Length(0, limits.HASH_BYTES)]
 Ids = Annotated[NDArray[np.int64], TOKEN_ID]
 LogProbs = Annotated[NDArray[np.float32], LOG_PROBABILITY]
@@ -107,9 +105,7 @@ class Features:
 
 @carried_by(common.Grammar)
 class Grammar:
-    """What a whole answer must be: a JSON schema, a regular expression, a JSON list of texts, or a grammar in
-    llguidance's dialect of Lark.
-    """
+    """What a whole answer must be: a JSON schema, a regex, a JSON list of texts, or a grammar in llguidance's Lark."""
 
     kind: Annotated[str, Among(("json", "regex", "choice", "lark"))]
     text: Annotated[str, Length(1, limits.MAX_GRAMMAR_CHARS)]

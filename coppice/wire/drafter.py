@@ -1,7 +1,5 @@
 """DrafterService: its messages as plain values."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -13,45 +11,24 @@ from numpy.typing import NDArray
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.v1 import drafter_pb2 as drafter
+from coppice.wire import common
 from coppice.wire.codec import Length, OneOf, Within, carried_by, codec
-from coppice.wire.common import (
-    ANYWHERE,
-    NODES,
-    Count,
-    Features,
-    Fence,
-    Hash,
-    HashOrNone,
-    Layers,
-    Name,
-    Nanoseconds,
-    Node,
-    PlainName,
-    Position,
-    Rejection,
-    Salt,
-    Sampling,
-    Tree,
-    Version,
-    check_bias,
-    rows_of,
-)
 
 
 @carried_by(drafter.OpenDraft)
 class OpenDraft:
     """Opens a drafting session on prompt + committed ids."""
 
-    session: PlainName
+    session: common.PlainName
     ids: Annotated[list[int], Length(1, limits.MAX_CONTEXT)]
-    sampling: Sampling
+    sampling: common.Sampling
     coupled: bool = True
-    features: Features | None = None
+    features: common.Features | None = None
     want_q_rows: bool = False
     want_misses: bool = False
-    prediction: Annotated[tuple[int, ...], ANYWHERE] = ()
+    prediction: Annotated[tuple[int, ...], common.ANYWHERE] = ()
     """what the answer is expected to be"""
-    salt: Salt = ""
+    salt: common.Salt = ""
     """whose session it is: look-up with a memory drafts from ended sessions of the same; empty: from none"""
 
 
@@ -59,7 +36,7 @@ class OpenDraft:
 class DraftOpened:
     """The head holds the prompt."""
 
-    weights_version: Version
+    weights_version: common.Version
     variant: Annotated[int, Within(0, limits.MAX_VARIANTS)] = 0
     """of the weights, which drafts"""
     kind: Annotated[int, Within(0, limits.MAX_KINDS)] = 0
@@ -72,16 +49,16 @@ class DraftOpened:
 class Advance:
     """Committed ids the drafter has not seen, the earlier root first."""
 
-    ids: Annotated[list[int], ANYWHERE] = field(default_factory=list)
-    features: Features | None = None
-    rejection: Rejection | None = None
+    ids: Annotated[list[int], common.ANYWHERE] = field(default_factory=list)
+    features: common.Features | None = None
+    rejection: common.Rejection | None = None
 
 
 @carried_by(drafter.DraftStep)
 class DraftStep:
     """Asks for a tree of at most `budget` nodes below `root`."""
 
-    fence: Fence
+    fence: common.Fence
     root: int
     budget: Annotated[int, Within(0, limits.MAX_HEAD_NODES)]
     advance: Advance
@@ -91,16 +68,16 @@ class DraftStep:
 class TreeDelta:
     """Nodes to append to a step's tree; parents may lie in earlier deltas. `miss` is 1 - r of the step's rejection."""
 
-    fence: Fence
-    nodes: Tree
+    fence: common.Fence
+    nodes: common.Tree
     last: bool
-    forward_ns: Nanoseconds = 0
-    total_ns: Nanoseconds = 0
-    q_rows: Annotated[NDArray[np.float32] | None, rows_of("nodes")] = None
+    forward_ns: common.Nanoseconds = 0
+    total_ns: common.Nanoseconds = 0
+    q_rows: Annotated[NDArray[np.float32] | None, common.rows_of("nodes")] = None
     miss: Annotated[float | None, Within(0, 1)] = None
-    predicted: Annotated[tuple[Position, ...], NODES] = ()
+    predicted: Annotated[tuple[common.Position, ...], common.NODES] = ()
     """of each node its place in the prediction, from 1; 0 for none"""
-    made: Annotated[tuple[Node, ...], NODES] = ()
+    made: Annotated[tuple[common.Node, ...], common.NODES] = ()
     """how many of the nodes each forward of the head made; empty when one made all"""
 
 
@@ -108,32 +85,29 @@ class TreeDelta:
 class HeadDescription:
     """What a drafter serves."""
 
-    name: Name
-    kind: Name
+    name: common.Name
+    kind: common.Name
     vocab_size: Annotated[int, Within(0, limits.MAX_TOKEN_ID + 1)]
-    weights_version: Version = 0
-    feature_layers: Layers = ()
-    sessions: Count = 0
-    sessions_opened: Count = 0
-    sessions_closed: Count = 0
-    weights_hash: HashOrNone = b""
+    weights_version: common.Version = 0
+    feature_layers: common.Layers = ()
+    sessions: common.Count = 0
+    sessions_opened: common.Count = 0
+    sessions_closed: common.Count = 0
+    weights_hash: common.HashOrNone = b""
     expected_acceptance: Annotated[tuple[float, ...], Length(0, limits.MAX_TREE_DEPTH), Within(0, 1)] = ()
-    tokenizer_hash: HashOrNone = b""
+    tokenizer_hash: common.HashOrNone = b""
     """`vocabulary_hash` of the head's own tokenizer; empty when it has none"""
 
 
 @carried_by(drafter.WeightsHeader)
 class WeightsHeader:
-    """Announces a safetensors file: new values of some of `parent`'s tensors.
+    """Announces a safetensors file: new values of some of `parent`'s tensors. Hashes are SHA-256 of all weights."""
 
-    Hashes are SHA-256: of the parent's weights, and of the weights afterwards.
-    """
-
-    head: PlainName
-    version: Version
-    parent: Version
-    parent_hash: Hash
-    weights_hash: Hash
+    head: common.PlainName
+    version: common.Version
+    parent: common.Version
+    parent_hash: common.Hash
+    weights_hash: common.Hash
 
 
 @carried_by(drafter.WeightsPart)
@@ -147,9 +121,9 @@ class WeightsPart:
 class WeightsSynced:
     """The weights in use now, and how long drafting stood still."""
 
-    version: Version
-    weights_hash: Hash
-    swap_ns: Nanoseconds = 0
+    version: common.Version
+    weights_hash: common.Hash
+    swap_ns: common.Nanoseconds = 0
 
 
 _REQUEST: OneOf[OpenDraft | DraftStep, drafter.DraftRequest] = OneOf(drafter.DraftRequest)
@@ -182,7 +156,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
     if isinstance(request, OpenDraft):
         limits.check_ids("open.ids", request.ids, vocab_size)
         limits.check_ids("open.prediction", request.prediction, vocab_size)
-        check_bias(request.sampling, vocab_size)
+        common.check_bias(request.sampling, vocab_size)
         _check_followed("open.features", request.features)
     else:
         limits.check_ids("step.root", [request.root], vocab_size)
@@ -191,7 +165,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
     return request
 
 
-def _check_followed(field: str, features: Features | None) -> None:
+def _check_followed(field: str, features: common.Features | None) -> None:
     """Raise InvalidField for inline rows: they come from the verifier's session that a client names."""
     if features is not None and features.inline is not None:
         raise InvalidField(field, "holds rows; name the session of a verifier to follow")

@@ -1,32 +1,19 @@
 """GenerationService: its messages as plain values, for the SDK's side and the orchestrator's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, field, replace
 from enum import IntEnum
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.limits import Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
+from coppice.wire import common
 from coppice.wire.codec import Among, AsLongAs, Conversion, Length, OneOf, Within, carried_by, codec
-from coppice.wire.common import (
-    ANYWHERE,
-    NODES,
-    DefaultPenalty,
-    Grammar,
-    Node,
-    Position,
-    Sampling,
-    TokenId,
-    TopLogProbs,
-    check_bias,
-)
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
@@ -92,26 +79,26 @@ class GenerationRequest:
     text: str | None = None
     ids: Annotated[tuple[int, ...] | None, _wrapped_ids(1)] = None
     chat: Annotated[tuple[ChatMessage, ...] | None, Conversion(_chat_fields, _read_chat)] = None
-    resume_ids: Annotated[tuple[int, ...], ANYWHERE] = ()
-    sampling: Sampling = field(default_factory=SamplingParams)
+    resume_ids: Annotated[tuple[int, ...], common.ANYWHERE] = ()
+    sampling: common.Sampling = field(default_factory=SamplingParams)
     max_new_tokens: int = 0
     stop: Annotated[tuple[str, ...], Length(0, limits.MAX_STOP_STRINGS)] = ()
     policy: Annotated[str, Length(0, limits.MAX_POLICY_CHARS)] = ""
-    budget: Node | None = None
+    budget: common.Node | None = None
     ignore_eos: bool = False
     want_log_probs: bool = False
     want_trees: bool = False
     top_log_probs: Annotated[int, Within(0, limits.MAX_TOP_LOG_PROBS)] = 0
     want_prompt_log_probs: bool = False
-    min_tokens: Position = 0
+    min_tokens: common.Position = 0
     prediction_text: str | None = None
     prediction_ids: Annotated[tuple[int, ...] | None, _wrapped_ids(0)] = None
     """what the answer is expected to be, as text or as ids; not both"""
-    grammar: Grammar | None = None
+    grammar: common.Grammar | None = None
     """what the whole answer must be"""
     template_arguments: Annotated[str, Length(0, limits.MAX_PROMPT_CHARS)] = ""
     """what the chat template is given beside the messages, as a JSON object"""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Length(0, limits.MAX_STOP_IDS)] = ()
+    stop_token_ids: Annotated[tuple[common.TokenId, ...], Length(0, limits.MAX_STOP_IDS)] = ()
     """ids that end the text beside the end-of-text ids"""
     include_stop: bool = False
     """what ended the text is part of it"""
@@ -137,7 +124,7 @@ class Started:
     prompt_ids: tuple[int, ...] = ()
     """of a request that wants them, or their log-probabilities, which are those of the ids behind the first one"""
     prompt_log_probs: tuple[float, ...] = ()
-    prompt_top: tuple[TopLogProbs, ...] = ()
+    prompt_top: tuple[common.TopLogProbs, ...] = ()
 
 
 @carried_by(generation.StepTree)
@@ -146,7 +133,7 @@ class StepTree:
     made it (from 1) and its text; the numbers of the accepted nodes from the root down; the root's text."""
 
     root: int
-    tokens: Annotated[tuple[int, ...], NODES]
+    tokens: Annotated[tuple[int, ...], common.NODES]
     parents: Annotated[tuple[int, ...], AsLongAs("tokens")]
     log_probs: Annotated[tuple[float, ...], AsLongAs("tokens")]
     forwards: Annotated[tuple[int, ...], AsLongAs("tokens")]
@@ -179,12 +166,12 @@ class Chunk:
     pieces: Annotated[tuple[str, ...], AsLongAs("ids")]
     log_probs: Annotated[tuple[float, ...], AsLongAs("ids")] = ()
     tree: StepTree | None = None
-    top: Annotated[tuple[TopLogProbs, ...], AsLongAs("ids")] = ()
+    top: Annotated[tuple[common.TopLogProbs, ...], AsLongAs("ids")] = ()
     others: tuple[StepTree, ...] = ()
     """of the heads that lost the routing; accepted are the nodes that the target said too"""
 
     @classmethod
-    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+    def joined(cls, chunks: Sequence[Self]) -> Self:
         """Several without trees, one behind the other, as one."""
         text, *rows = zip(*((c.text, c.ids, c.origins, c.pieces, c.log_probs, c.top) for c in chunks), strict=True)
         ids, origins, pieces, log_probs, top = (tuple(chain.from_iterable(row)) for row in rows)
@@ -274,7 +261,7 @@ class ModelDescription:
     has_chat_template: bool
     running: int = 0
     version: str = ""
-    repetition_penalty: DefaultPenalty = 1.0
+    repetition_penalty: common.DefaultPenalty = 1.0
 
 
 _REQUEST = codec(GenerationRequest)
@@ -309,7 +296,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     if message.accept_rule not in generation.AcceptRule.values():
         raise InvalidField("accept_rule", f"{message.accept_rule} is no rule")
     request = _REQUEST.read(message)
-    check_bias(request.sampling, vocab_size)
+    common.check_bias(request.sampling, vocab_size)
     if request.resume_ids and request.sampling.temperature and not message.sampling.HasField("seed"):
         raise InvalidField("sampling.seed", "is missing: resume_ids need the seed of `started`")
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)

@@ -1,7 +1,5 @@
 """VerifierService: its messages as plain values, and what is right of an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -12,43 +10,19 @@ from numpy.typing import NDArray
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.v1 import verifier_pb2 as verifier
+from coppice.wire import common
 from coppice.wire.codec import Length, OneOf, Within, carried_by, codec, varint
-from coppice.wire.common import (
-    ANYWHERE,
-    NODES,
-    Count,
-    DefaultPenalty,
-    FeatureRef,
-    Features,
-    Fence,
-    Grammar,
-    HashOrNone,
-    LogProb,
-    Name,
-    Nanoseconds,
-    Node,
-    PlainName,
-    Position,
-    Row,
-    Salt,
-    Sampling,
-    TokenId,
-    TopLogProbs,
-    Tree,
-    check_bias,
-    rows_of,
-)
 
-Forced = Annotated[tuple[TokenId, ...], Length(0, limits.MAX_TREE_DEPTH)]
+Forced = Annotated[tuple[common.TokenId, ...], Length(0, limits.MAX_TREE_DEPTH)]
 
 
 @carried_by(verifier.NextRoot)
 class NextRoot:
     """Where the next root comes from: a row to draw from, else the id the verifier drew with the same function."""
 
-    row: Row | None = None
-    drawn_id: TokenId | None = None
-    drawn_log_prob: LogProb = 0.0
+    row: common.Row | None = None
+    drawn_id: common.TokenId | None = None
+    drawn_log_prob: common.LogProb = 0.0
 
 
 @carried_by(verifier.VerifyTimings)
@@ -58,13 +32,13 @@ class VerifyTimings:
     `plain_ns` is what that forward would have taken without a draft node; 0 when the verifier does not know.
     """
 
-    queue_ns: Nanoseconds = 0
-    forward_ns: Nanoseconds = 0
-    accept_ns: Nanoseconds = 0
-    total_ns: Nanoseconds = 0
-    rows: Count = 0
-    sessions: Count = 0
-    plain_ns: Nanoseconds = 0
+    queue_ns: common.Nanoseconds = 0
+    forward_ns: common.Nanoseconds = 0
+    accept_ns: common.Nanoseconds = 0
+    total_ns: common.Nanoseconds = 0
+    rows: common.Count = 0
+    sessions: common.Count = 0
+    plain_ns: common.Nanoseconds = 0
 
 
 @carried_by(verifier.OpenSession)
@@ -74,9 +48,9 @@ class OpenSession:
     Below `min_len` tokens in all no id of `stop_ids` is drawn.
     """
 
-    session: PlainName
+    session: common.PlainName
     ids: Annotated[list[int], Length(1, limits.MAX_CONTEXT)]
-    sampling: Sampling
+    sampling: common.Sampling
     stop_ids: Annotated[frozenset[int], Length(0, limits.MAX_STOP_IDS)]
     max_len: int
     feature_layers: Annotated[tuple[int, ...], Length(0, limits.MAX_FEATURE_LAYERS)] = ()
@@ -85,9 +59,9 @@ class OpenSession:
     top_log_probs: Annotated[int, Within(0, limits.MAX_TOP_LOG_PROBS)] = 0
     want_prompt_log_probs: bool = False
     min_len: int = 0
-    salt: Salt = ""
+    salt: common.Salt = ""
     """whose session it is: it begins with cached blocks of sessions of the same"""
-    grammar: Grammar | None = None
+    grammar: common.Grammar | None = None
     """what the answer behind the prompt must be"""
 
 
@@ -95,14 +69,14 @@ class OpenSession:
 class SessionOpened:
     """The prefill is done. `top` has an entry for the next root, `prompt_top` one for each of `prompt_log_probs`."""
 
-    fence: Fence
+    fence: common.Fence
     next: NextRoot
-    features: Features | None
+    features: common.Features | None
     timings: VerifyTimings
-    top: Annotated[tuple[TopLogProbs, ...], Length(0, 1)] = ()
-    prompt_log_probs: Annotated[tuple[LogProb, ...], ANYWHERE] = ()
-    prompt_top: Annotated[tuple[TopLogProbs, ...], ANYWHERE] = ()
-    cached_tokens: Position = 0
+    top: Annotated[tuple[common.TopLogProbs, ...], Length(0, 1)] = ()
+    prompt_log_probs: Annotated[tuple[common.LogProb, ...], common.ANYWHERE] = ()
+    prompt_top: Annotated[tuple[common.TopLogProbs, ...], common.ANYWHERE] = ()
+    cached_tokens: common.Position = 0
     """that were not prefilled again"""
     forced: Forced = ()
 
@@ -114,10 +88,10 @@ class VerifyStep:
     The tree's log-scores are calibrated, and the verifier may leave out nodes that do not pay, unless `whole_tree`.
     """
 
-    fence: Fence
+    fence: common.Fence
     root: int
-    tree: Tree
-    q_rows: Annotated[NDArray[np.float32] | None, rows_of("tree")] = None
+    tree: common.Tree
+    q_rows: Annotated[NDArray[np.float32] | None, common.rows_of("tree")] = None
     whole_tree: bool = False
 
 
@@ -129,15 +103,15 @@ class Verdict:
     draft for the next step at the present load; None: any number.
     """
 
-    fence: Fence
-    accepted: Annotated[tuple[Node, ...], NODES]
+    fence: common.Fence
+    accepted: Annotated[tuple[common.Node, ...], common.NODES]
     next: NextRoot | None
     timings: VerifyTimings
-    verified: Annotated[tuple[Node, ...], NODES] = ()
-    log_probs: Annotated[tuple[LogProb, ...], NODES] = ()
+    verified: Annotated[tuple[common.Node, ...], common.NODES] = ()
+    log_probs: Annotated[tuple[common.LogProb, ...], common.NODES] = ()
     pruned: bool = False
-    budget_hint: Node | None = None
-    top: Annotated[tuple[TopLogProbs, ...], Length(0, limits.MAX_TREE_NODES + 1)] = ()
+    budget_hint: common.Node | None = None
+    top: Annotated[tuple[common.TopLogProbs, ...], Length(0, limits.MAX_TREE_NODES + 1)] = ()
     """of the accepted tokens and of the next root"""
     forced: Forced = ()
     """ids that a grammar forces behind the next root, but for how the text is cut into ids: drafts of the next step"""
@@ -147,10 +121,10 @@ class Verdict:
 class Commit:
     """What a step committed, sent to the followers of its session; `root` is None when the text has ended."""
 
-    fence: Fence
+    fence: common.Fence
     ids: Annotated[tuple[int, ...], Length(1, limits.MAX_TREE_DEPTH + 1)]
-    root: TokenId | None = None
-    features: Features | None = None
+    root: common.TokenId | None = None
+    features: common.Features | None = None
 
     @property
     def start(self) -> int:
@@ -162,25 +136,25 @@ class Commit:
 class TargetDescription:
     """What a verifier serves; `repetition_penalty` is that of sessions that set none."""
 
-    name: Name
+    name: common.Name
     """what clients may call it, with commas between; the first is shown"""
     vocab_size: Annotated[int, Within(1, limits.MAX_TOKEN_ID + 1)]
     max_len: Annotated[int, Within(1, limits.MAX_CONTEXT)]
     layers: Annotated[int, Within(1, limits.MAX_LAYERS)]
     hidden_size: Annotated[int, Within(1, limits.MAX_HIDDEN)]
-    eos_ids: Annotated[tuple[TokenId, ...], Length(0, limits.MAX_STOP_IDS)]
-    dtype: Name
-    kv_tokens: Count
-    kv_tokens_used: Count = 0
-    sessions: Count = 0
-    sessions_opened: Count = 0
-    sessions_closed: Count = 0
-    repetition_penalty: DefaultPenalty = 1.0
-    weights_hash: HashOrNone = b""
+    eos_ids: Annotated[tuple[common.TokenId, ...], Length(0, limits.MAX_STOP_IDS)]
+    dtype: common.Name
+    kv_tokens: common.Count
+    kv_tokens_used: common.Count = 0
+    sessions: common.Count = 0
+    sessions_opened: common.Count = 0
+    sessions_closed: common.Count = 0
+    repetition_penalty: common.DefaultPenalty = 1.0
+    weights_hash: common.HashOrNone = b""
     """of what was loaded"""
-    prefix_cache_tokens: Count = 0
+    prefix_cache_tokens: common.Count = 0
     """whose KV is kept for later sessions at most"""
-    bits_hash: HashOrNone = b""
+    bits_hash: common.HashOrNone = b""
     """of what some rows say, where bits are promised"""
 
     @property
@@ -191,7 +165,7 @@ class TargetDescription:
 
 _REQUEST: OneOf[OpenSession | VerifyStep, verifier.VerifyRequest] = OneOf(verifier.VerifyRequest)
 _RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(verifier.VerifyResponse)
-_COMMIT, _FEATURES, _REF = codec(Commit), codec(Features), codec(FeatureRef)
+_COMMIT, _FEATURES, _REF = codec(Commit), codec(common.Features), codec(common.FeatureRef)
 
 verify_request_to_wire = _REQUEST.to_wire
 verify_response_to_wire = _RESPONSE.to_wire
@@ -206,7 +180,7 @@ def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_le
         limits.check_range("step.root", request.root, 0, vocab_size - 1)
         return request
     limits.check_ids("open.ids", request.ids, vocab_size)
-    check_bias(request.sampling, vocab_size)
+    common.check_bias(request.sampling, vocab_size)
     if len(request.ids) >= max_len:
         raise InvalidField("open.ids", f"{len(request.ids)} ids leave no room in the target's context of {max_len}")
     limits.check_range("open.prompt_tokens", request.prompt_tokens, 0, len(request.ids))
@@ -224,17 +198,17 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
     return answer
 
 
-def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:
+def fetch_to_wire(ref: common.FeatureRef) -> verifier.FetchFeaturesRequest:
     """The session to follow, to its message."""
     return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref))
 
 
-def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
+def read_fetch(message: verifier.FetchFeaturesRequest) -> common.FeatureRef:
     """Message to the session to follow. Raises InvalidField."""
     return _REF.read(message.ref, "ref.")
 
 
-def fed_to_wire(item: Features | Commit) -> tuple[bytes, ...]:
+def fed_to_wire(item: common.Features | Commit) -> tuple[bytes, ...]:
     """Feature rows, or a commit with its own, to the parts of a FetchFeaturesResponse: rows are not copied."""
     features, commit = (item.features, _COMMIT.fields(item)) if isinstance(item, Commit) else (item, None)
     head = verifier.FetchFeaturesResponse(commit=commit).SerializeToString()
@@ -247,7 +221,7 @@ def fed_to_wire(item: Features | Commit) -> tuple[bytes, ...]:
     return head + b"\x0a" + varint(size) + fields + prefix, rows
 
 
-def read_fed(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Features | Commit:
+def read_fed(message: verifier.FetchFeaturesResponse, vocab_size: int) -> common.Features | Commit:
     """Message to feature rows, or to a commit with the features of its positions if it has any. Raises InvalidField."""
     features = _FEATURES.read(message.features, "features.") if message.HasField("features") else None
     if not message.HasField("commit"):

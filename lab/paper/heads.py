@@ -5,8 +5,6 @@ predict all of a draft's tokens in one forward, no slot knowing of another. Medu
 ours reads the features of the layers that it names, which are fused first, as EAGLE-3 does it.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -117,7 +115,6 @@ class AtOnceHead(FeatureHead):
         self.deepest = min(self.config.slots, self.settings.depth)
 
     def grow(self, trees: Sequence[BlockTree]) -> Iterator[Sequence[BlockTree]]:
-        """Grow all trees, each sent as a whole."""
         logits = self.predict(trees).float()
         for tree in trees:
             self._sessions[tree.job.key].finish(tree.job.committed_len)
@@ -137,11 +134,9 @@ class MedusaHead(AtOnceHead):
     shape = MedusaConfig, MedusaModel
 
     def prefill(self, session: FeatureSession, upto: int) -> None:
-        """Keep nothing of a position."""
         session.finish(upto)
 
     def predict(self, trees: Sequence[BlockTree]) -> Tensor:
-        """Read the features of the last rows."""
         rows = self.root_rows(trees)
         assert rows.features is not None
         states = self.timed(self.model, rows.features[list(rows.outputs)].to(self.device))
@@ -156,7 +151,6 @@ class ParallelSpecHead(AtOnceHead):
     shape = ParallelSpecConfig, ParallelSpecModel
 
     def scratch(self, tree: BlockTree) -> int:
-        """Return one entry for each mask."""
         return self.deepest
 
     def committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
@@ -174,7 +168,6 @@ class ParallelSpecHead(AtOnceHead):
         )
 
     def predict(self, trees: Sequence[BlockTree]) -> Tensor:
-        """Read the masks' states."""
         inputs = self.inputs(self.root_rows(trees))  # of each job the last mask's row is kept
         masks = inputs.outputs[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
         logits: Tensor = self.timed(lambda: self.model.read(self.run(inputs, masks)[masks])[0])

@@ -1,7 +1,5 @@
 """How well a SpecBlock head knows where it will be right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

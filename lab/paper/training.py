@@ -1,7 +1,5 @@
 """Training the heads that the SpecBlock paper compares with, which `coppice train head` finds as entry points."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

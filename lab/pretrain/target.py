@@ -1,7 +1,5 @@
 """Training a small target model of our own from text: tokenizer, packed data, model, run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coppice.config.model import read_tokenizer
-from coppice.training.data import END_OF_TEXT, Corpus, Domain, read_corpora
+from coppice.training.data import END_OF_TEXT, Domain, read_corpora
 from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.trainer import Recipe, Trainer
 
@@ -32,7 +30,7 @@ SIZES = {
 }
 """of the demo target: deep and narrow, so that few weights make a costly forward"""
 TOKENIZER_CHARACTERS = 6_000_000
-"""Text a domain gives to the tokenizer's training; more does not change an 8k vocabulary."""
+"""of a domain that train the tokenizer, about, so that no size decides; more does not change an 8k vocabulary"""
 # Words with their leading space, single digits (sums are easier to learn digit by digit), runs of signs, runs of
 # spaces: a code block's indentation is one token, its last space goes with the word.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -69,7 +67,9 @@ class Texts:
         corpora = read_corpora(lines)
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            train_tokenizer(chain.from_iterable(map(_tokenizer_text, corpora)), sizes, folder)
+            strides = [round(sum(map(len, corpus.train)) / TOKENIZER_CHARACTERS) for corpus in corpora]
+            texts = (corpus.train[:: max(1, stride)] for corpus, stride in zip(corpora, strides, strict=True))
+            train_tokenizer(chain.from_iterable(texts), sizes, folder)
         tokenizer, ids, self._domains = read_tokenizer(folder), list[int](), list[Domain]()
         self._facts: dict[str, dict[str, Any]] = {}
         for corpus in corpora:
@@ -95,12 +95,6 @@ class Texts:
         """Return the ids at (B, T) positions, and those behind each."""
         at = positions.cpu()
         return self._ids[at].to(positions.device), self._ids[at + 1].to(positions.device)
-
-
-def _tokenizer_text(corpus: Corpus) -> list[str]:
-    """Take documents of about TOKENIZER_CHARACTERS in all, so that no domain's size decides the vocabulary."""
-    total = sum(len(text) for text in corpus.train)
-    return corpus.train[:: max(1, round(total / TOKENIZER_CHARACTERS))]
 
 
 class TargetInTraining(HeadInTraining):

@@ -1,7 +1,5 @@
 """What the sleeping target and head agree on, in a folder as a target's: a made-up text, its vocabulary, the times."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict, dataclass

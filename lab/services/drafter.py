@@ -1,7 +1,5 @@
 """`python -m lab.services.drafter`: services.drafter, with a head that sleeps instead of computing."""
 
-from __future__ import annotations
-
 import runpy
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +20,7 @@ FIRST = 0.6  # share of the target's tokens that are the first of their level
 
 
 class SleepingHead(Head):
-    """A head whose forwards sleep, together for T_D, and whose trees hold three of five of the target's tokens.
-
-    It is given the target's features and reads none: to hand them to a device is part of the time slept.
-    """
+    """A head whose forwards sleep, together for T_D, and whose trees hold three of five of the target's tokens."""
 
     def __init__(self, settings: DrafterSettings) -> None:
         self.asleep = asleep = Asleep.read(settings.target)

@@ -1,7 +1,5 @@
 """Steps of the services on a target and a head that sleep: what is added to T_M and T_D, and each process's CPU."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

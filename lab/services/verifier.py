@@ -1,7 +1,5 @@
 """`python -m lab.services.verifier`: services.verifier, with a target that sleeps instead of computing."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import time
@@ -19,22 +17,8 @@ from coppice.stack.process import module_of
 from lab.services import Asleep, sleep_out
 
 
-class SleepingLogits:
-    """(R, V) logits as a service finds them on a GPU: the (R,) ids that are drawn from them, and their shape."""
-
-    def __init__(self, ids: Tensor, vocab_size: int) -> None:
-        self.ids, self.shape = ids, (len(ids), vocab_size)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, at: slice) -> SleepingLogits:
-        """The rows of one session."""
-        return SleepingLogits(self.ids[at], self.shape[1])
-
-
 class SleepingEngine(Engine):
-    """A target whose forward sleeps, and hands out the made-up text as logits, and features of zeros.
+    """A target whose forward sleeps, and hands out the made-up text as logits, (R, V) of one id a row, and zeros.
 
     What an Engine computes on the CPU beside its model, what its rows see, and what a GPU computes of logits, the
     draws, belong to the time slept. A pool of one number a token stands for the KV.
@@ -65,13 +49,13 @@ class SleepingEngine(Engine):
         clock = Clock(self.pool.device)
         return ForwardOutput(*clock(self._sleep, batch), clock)
 
-    def _sleep(self, batch: PackedBatch) -> tuple[Any, Tensor | None]:
+    def _sleep(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         began_ns, kept = time.perf_counter_ns(), batch.logits_to_keep
         ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
         width = len(batch.feature_layers) * self.asleep.hidden_size
         features = self._zeros.expand(len(batch.tokens), width) if width else None
         sleep_out(began_ns, self.asleep.t_m_ms)
-        return SleepingLogits(ids, self.asleep.vocab_size), features
+        return ids[:, None].expand(-1, self.asleep.vocab_size), features
 
 
 def load_engine(settings: VerifierSettings) -> Engine:
@@ -79,9 +63,9 @@ def load_engine(settings: VerifierSettings) -> Engine:
     return SleepingEngine(Asleep.read(settings.target), settings.dtype, settings.kv_tokens)
 
 
-def draw_jobs(jobs: object, logits: SleepingLogits) -> list[int]:
+def draw_jobs(jobs: object, logits: Tensor) -> list[int]:
     """(R,) ids, the same at every temperature."""
-    ids: list[int] = logits.ids.tolist()
+    ids: list[int] = logits[:, 0].tolist()
     return ids
 
 

@@ -1,7 +1,5 @@
 """python -m services.adapter: train the heads of drafters while they serve."""
 
-from __future__ import annotations
-
 import sys
 
 from coppice.config.model import check_model

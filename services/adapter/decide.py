@@ -6,8 +6,6 @@ half in the same minutes. `Paper` is SpecBlock's own rule: one variant for all t
 deterministic: no clock, no model, no Redis.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

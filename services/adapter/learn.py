@@ -4,8 +4,6 @@ Every token of a text teaches once a pass, by its cross-entropy: what the target
 the one thread that owns torch.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

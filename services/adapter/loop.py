@@ -3,8 +3,6 @@
 What it learns goes to the head's replicas: a replica is pushed what it lacks until it uses the live weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """What the adapter does from its start to its end: load the heads, then adapt them, or stand by."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -287,11 +285,7 @@ async def _loops(
 async def _adapt(
     settings: Settings, lease: Lease, loops: Sequence[HeadLoop], metrics: AdapterMetrics, decided: asyncio.Event
 ) -> None:
-    """Stand by until the lease is its own, then adapt until cancelled.
-
-    decided: set when it adapts, stands by, or failed. Raises an exception group with LeaseLost, or with what a task
-    ended by.
-    """
+    """Wait for the lease, set `decided`, and adapt until cancelled. Raises a group, of LeaseLost or a task's error."""
     try:
         if not await lease.take():
             log.info("standing by: another adapter is active, or redis is away")

@@ -1,7 +1,5 @@
 """What one head's adapter remembers, in files that are complete or the ones before, and what all of them count."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

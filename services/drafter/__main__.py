@@ -1,7 +1,5 @@
 """python -m services.drafter: serve one head."""
 
-from __future__ import annotations
-
 import sys
 
 from coppice.config.model import check_model

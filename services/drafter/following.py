@@ -4,8 +4,6 @@ A commit comes before the client's step. A head that drafted in the step before 
 client's step only confirms the draft, or asks for another one. A wrong or lost commit costs time, never a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -148,10 +146,7 @@ class Following:
         return replace(opening, features=self._take(end) if reads else None)
 
     def ask(self, step: DraftStep, arrived: int) -> None:
-        """Take the client's step, which came at `arrived` of `perf_counter_ns`. Raises InvalidField.
-
-        It and the steps behind it may have to wait for features.
-        """
+        """Take the client's step, which came at `arrived` and may wait for features. Raises InvalidField."""
         self._asked.append((step, arrived))
         if (self._asking is None or self._asking.done()) and (end := self._take_asked()):
             self._asking = asyncio.create_task(self._catch_up(end))
@@ -269,10 +264,7 @@ class Following:
             task.cancel()
 
     async def _come(self, end: int, within_s: float) -> None:
-        """Wait for features of the positions up to `end`, excluded, that the head was not given.
-
-        A stream that has ended is begun once more. Raises Unavailable, InvalidField.
-        """
+        """Wait for features before `end`, also from a new stream. Raises Unavailable, InvalidField."""
         try:
             async with asyncio.timeout(within_s):
                 for _ in range(2 if self._opened else 1):

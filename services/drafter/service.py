@@ -1,7 +1,5 @@
 """DrafterService on the wire: sessions live on links. And `drafting`, which serves the heads of a process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -3,8 +3,6 @@
 Everything in a push is untrusted. Nothing here computes with torch's threads, so that drafting goes on beside it.
 """
 
-from __future__ import annotations
-
 import time
 from tempfile import NamedTemporaryFile
 from typing import Any, cast
@@ -72,10 +70,7 @@ class Staging:
         self._file.write(part.data)
 
     def finish(self) -> Weights:
-        """Return the weights that the push makes, when all parts are there.
-
-        Raises InvalidField where they are no safetensors file of this head's, or have another hash than announced.
-        """
+        """The weights that the push makes. Raises InvalidField for no file of this head's, or another hash."""
         header = self.header
         with self._file:
             self._file.flush()

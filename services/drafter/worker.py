@@ -1,7 +1,5 @@
 """The thread that owns the head: it applies what sessions send, in order, and drafts all that wait in one call."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """python -m services.verifier: serve one target."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,10 +24,7 @@ def _named(settings: Settings) -> Settings:
 
 
 def heads_beside(settings: Settings) -> dict[str, Settings]:
-    """The settings of each head of `verifier.drafters`, by its name.
-
-    They are section drafter's; where that is silent, a head computes where and as the target does.
-    """
+    """The settings of each head of `verifier.drafters`: section drafter's, where that is silent the target's."""
     placed = {name: getattr(settings.verifier, name) for name in ("device", "dtype", "target")}
     given = settings.drafter.model_dump(include=settings.drafter.model_fields_set)
     heads = {}

@@ -3,8 +3,6 @@
 A node promises its calibrated path probability. What forwards cost by their rows is measured.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect
@@ -107,10 +105,7 @@ class Profile:
         self._means = moved + chances[len(means) :] + means[len(chances) :]
 
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
-        """How many nodes each of `sessions` should draft for the mean tree; `rows` are those of no tree.
-
-        0 when not one node pays; None when all of the largest tree would, or nothing is known.
-        """
+        """Nodes each of `sessions` should draft beside `rows`: 0 where none pays, None for all or if unknown."""
         promised = list(accumulate(accumulate(self._means, min), initial=1.0))
         best = _best(promised, seconds(range(rows, rows + sessions * len(promised), sessions)))
         self._last_hint = None if best == len(self._means) else best

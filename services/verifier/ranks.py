@@ -5,8 +5,6 @@ which is the rows, where they lie, and the slots that were moved in the KV since
 all exit: one left alone would wait in its next collective.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

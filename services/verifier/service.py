@@ -1,7 +1,5 @@
 """VerifierService over gRPC: sessions live on links."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from functools import partial

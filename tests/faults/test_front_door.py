@@ -18,8 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.client.client import AsyncClient
 from coppice.rpc.channels import Dialer, Stub
-from coppice.rpc.health import Health
-from coppice.rpc.server import most_calls
+from coppice.rpc.server import Health, most_calls
 from coppice.stack.launch import Stack
 from coppice.stack.spec import COUNTED_HEADS
 from coppice.telemetry import MOST_SCRAPES, metric

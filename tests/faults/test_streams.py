@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2
 
 from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
 from coppice.limits import Limits
-from coppice.rpc import health
+from coppice.rpc import server as server_module
 from coppice.rpc.access import ACCESS
 from coppice.rpc.channels import CHANNEL_OPTIONS, LINKED, Dialer
-from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
+from coppice.rpc.server import HEALTH_SERVICE, MAX_DETAILS, Door, Health, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.v1 import generation_pb2
@@ -219,11 +219,11 @@ def faster(options: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 async def test_a_quiet_call_outlives_the_pings_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method, and a Watch on both ports, each on a connection of its own. All times are scaled alike."""
-    monkeypatch.setattr(health, "PINGS", faster(health.PINGS))
-    server, watched = grpc.aio.server(options=server_options(Limits(), "orchestrator")), health.Health()
+    monkeypatch.setattr(server_module, "PINGS", faster(server_module.PINGS))
+    server, watched = grpc.aio.server(options=server_options(Limits(), "orchestrator")), Health()
     for service in SERVICES.values():
         add_service(server, service, Quiet())
-    add_service(server, health.SERVICE, watched, Door(watched))
+    add_service(server, HEALTH_SERVICE, watched, Door(watched))
     port, health_port = (each.add_insecure_port("127.0.0.1:0") for each in (server, watched.server))
     await server.start()
     watched.start()

@@ -11,9 +11,8 @@ from coppice.client.client import Client
 from coppice.errors import InvalidField, Unavailable
 from coppice.stack.launch import Stack
 from lab.measuring import Bench, Journal
-from lab.options import Options
+from lab.options import Options, Question
 from lab.peers import NGRAMS, VERSION, build, check_peers, run_peers
-from lab.questions import Question
 from lab.report import Report
 from lab.run import LLAMA, Cell
 

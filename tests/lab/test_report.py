@@ -19,8 +19,7 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, TargetText, judge_token
 from lab.measuring import reference_of, reporting
-from lab.options import Options
-from lab.questions import Question, own_prompts, read_questions
+from lab.options import Options, Question, own_prompts, read_questions
 from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of
 from tests.lab.conftest import completion
 from tests.tiny import make_target

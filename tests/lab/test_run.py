@@ -19,8 +19,7 @@ from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
 from lab.measuring import Bench, Journal, in_turn
-from lab.options import Options
-from lab.questions import Question, benchmark_names
+from lab.options import Options, Question, benchmark_names
 from lab.report import Report
 from lab.run import ALL, HF_GENERATE, PEERS, STEADY, Cell, Pairs, add_tables, loops, methods_of, run_exact, run_methods
 from tests.lab.conftest import completion

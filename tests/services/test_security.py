@@ -26,9 +26,8 @@ from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Una
 from coppice.limits import Limits
 from coppice.rpc.access import ACCESS, Access, Certificates
 from coppice.rpc.channels import Dialer, Stub
-from coppice.rpc.health import MOST_CALLS
 from coppice.rpc.link import LINKED
-from coppice.rpc.server import Serving
+from coppice.rpc.server import MOST_CALLS, Serving
 from coppice.v1 import drafter_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription

@@ -17,7 +17,7 @@ from coppice.errors import CoppiceError, Overloaded
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab import identity
-from lab.questions import own_prompts
+from lab.options import own_prompts
 
 PROMPT_LENGTH = 48  # characters or ids
 REQUEST_S = 60.0  # after which a request has failed
