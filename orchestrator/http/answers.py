@@ -159,10 +159,10 @@ def finite(log_prob: float) -> float:
     return max(LEAST_LOG_PROB, log_prob)
 
 
-class Scored(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token with its log-probability, None at the prompt's beginning, and the best ones in its place."""
 
-    spelled: bytes  # what it adds to the text; b"" when it is left out
+    spelling: bytes  # what it adds to the text; b"" when it is left out
     offset: int  # in the text, characters
     log_prob: float | None
     top: list[tuple[bytes, float]]
@@ -182,13 +182,13 @@ class AnswerChoice:
     ) -> None:
         """prompt: what the answer begins with, "" for nothing. ends: ids that end a text and are no part of it.
 
-        most_top: ids that are told in place of a token. parser: what splits the text; None: all of it is content.
+        most_top: alternatives that are listed for a token. parser: what splits the text; None: all of it is content.
         """
-        self.folded = Accumulator()
+        self.accumulator = Accumulator()
         self.started = Started(0, "", (), 0)
         self.echo = prompt if isinstance(prompt, str) else tokens.decode(prompt)
-        self.prompt: list[Scored] = []
-        self.tokens: list[Scored] = []
+        self.prompt: list[ScoredToken] = []
+        self.tokens: list[ScoredToken] = []
         self.calls: list[Json] = []
         self._texts = {"content": "", "reasoning_content": ""}
         self._prompt, self._bytes, self._ends, self._parser = prompt, tokens, ends, parser
@@ -196,9 +196,9 @@ class AnswerChoice:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def add(self, event: StreamEvent) -> list[Scored]:
+    def add(self, event: StreamEvent) -> list[ScoredToken]:
         """Take in an event; returns its tokens with their log-probabilities, when these were asked for."""
-        self.folded.add(event)
+        self.accumulator.add(event)
         if isinstance(event, Started):
             self.started = event
             if self._parser:
@@ -206,15 +206,15 @@ class AnswerChoice:
             if not event.prompt_ids or not self._prompt:
                 return []
             text = self._prompt if isinstance(self._prompt, str) else None
-            spelled = self._bytes.of_prompt(event.prompt_ids, text)
-            self.echo = b"".join(spelled).decode(errors="replace")
-            self.prompt = self._scored(spelled, (None, *event.prompt_log_probs), (None, *event.prompt_top))
+            spellings = self._bytes.of_prompt(event.prompt_ids, text)
+            self.echo = b"".join(spellings).decode(errors="replace")
+            self.prompt = self._scored(spellings, (None, *event.prompt_log_probs), (None, *event.prompt_top))
             self._utf8.reset()
             self._offset = len(self.echo)
             return self.prompt
         if isinstance(event, Chunk) and event.log_probs:
-            spelled = [b"" if token in self._ends else self._bytes.of(token, self._special) for token in event.ids]
-            scored = self._scored(spelled, event.log_probs, event.top)
+            spellings = [b"" if token in self._ends else self._bytes.of(token, self._special) for token in event.ids]
+            scored = self._scored(spellings, event.log_probs, event.top)
             self.tokens += scored
             return scored
         return []
@@ -234,10 +234,10 @@ class AnswerChoice:
                 continue
             index, number = len(self.calls), uuid.uuid4().hex[:_CALL_ID_CHARS]
             call = {"id": number, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
-            begun = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
+            head = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
             self.calls.append(call)
-            rest = {"index": index, "function": {"arguments": part.arguments}}
-            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+            arguments = {"index": index, "function": {"arguments": part.arguments}}
+            deltas += [{"tool_calls": [head]}, {"tool_calls": [arguments]}]
         return deltas
 
     @property
@@ -269,25 +269,25 @@ class AnswerChoice:
         return rows
 
     def _scored(
-        self, spelled: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
-    ) -> list[Scored]:
+        self, spellings: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
+    ) -> list[ScoredToken]:
         rows = itertools.chain(top, itertools.repeat(None))
         return [
-            Scored(added, self._place(added), None if value is None else finite(value), self._best(row))
-            for added, value, row in zip(spelled, log_probs, rows, strict=False)
+            ScoredToken(spelling, self._place(spelling), None if value is None else finite(value), self._best(row))
+            for spelling, value, row in zip(spellings, log_probs, rows, strict=False)
         ]
 
-    def _place(self, spelled: bytes) -> int:
+    def _place(self, spelling: bytes) -> int:
         """Where in the text the bytes behind those before stand; half a character stands where the whole one will."""
-        begun, text = bool(self._utf8.getstate()[0]), self._utf8.decode(spelled)
+        is_within, text = bool(self._utf8.getstate()[0]), self._utf8.decode(spelling)
         self._offset += len(text)
-        return self._offset - len(text) + (begun and text.startswith(_BROKEN))
+        return self._offset - len(text) + (is_within and text.startswith(_BROKEN))
 
     def _best(self, row: TopLogProbs | None) -> list[tuple[bytes, float]]:
         if row is None:
             return []
-        spelled = [self._bytes.of(token, True) for token in row.ids.tolist()]
-        return list(zip(spelled, map(finite, row.log_probs.tolist()), strict=True))[: self._most_top]
+        spellings = [self._bytes.of(token, True) for token in row.ids.tolist()]
+        return list(zip(spellings, map(finite, row.log_probs.tolist()), strict=True))[: self._most_top]
 
 
 class HttpAnswer:
@@ -332,9 +332,9 @@ class HttpAnswer:
             for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True))
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        usage, ours = self._usage(answers), self._coppice(answers)
+        usage, coppice = self._usage(answers), self._coppice(answers)
         prompt = self._prompt_fields(self._choices[0]) if self._is_chat else {}
-        return {"object": kind, **self._head, "choices": choices, "usage": usage, **prompt, **ours}
+        return {"object": kind, **self._head, "choices": choices, "usage": usage, **prompt, **coppice}
 
     def _whole_choice(self, choice: AnswerChoice, answer: Completion) -> Json:
         text, tokens, reason = answer.text, choice.tokens, self._reason(choice, answer.finish_reason)
@@ -380,10 +380,10 @@ class HttpAnswer:
         fields: Json = {"logprobs": self._log_probs(scored) if scored else None}
         if self._body.return_token_ids and isinstance(event, Chunk):
             fields["token_ids"] = list(event.ids)
-        around = self._prompt_fields(choice) if isinstance(event, Started) else {}
+        prompt_fields = self._prompt_fields(choice) if isinstance(event, Started) else {}
         contents: Sequence[Json | str]
         if not self._is_chat:
-            fields |= around
+            fields |= prompt_fields
             contents = [choice.echo if isinstance(event, Started) else getattr(event, "text", "")]
         elif isinstance(event, Started):
             contents = [{"role": "assistant", "content": ""}]
@@ -393,11 +393,12 @@ class HttpAnswer:
             contents = [{"content": ""} if self._is_chat else ""] if scored or len(fields) > 1 else []
         for content in contents:
             part = self._part(index, content, **fields)
-            yield part | around if self._is_chat else part
+            yield part | prompt_fields if self._is_chat else part
             fields = {}
         if isinstance(event, Finished):
-            reason, ours = self._reason(choice, event.finish_reason), self._coppice([choice.folded.completion()])
-            yield self._part(index, {} if self._is_chat else "", finish_reason=reason) | ours
+            answer = choice.accumulator.completion()
+            reason = self._reason(choice, answer.finish_reason)
+            yield self._part(index, {} if self._is_chat else "", finish_reason=reason) | self._coppice([answer])
 
     def _part(self, index: int | None = None, content: Json | str = "", **fields: Json | str | None) -> Json:
         """A part of a stream, of one choice or of none; of completions the content is text."""
@@ -406,21 +407,21 @@ class HttpAnswer:
         return {"object": kind, **self._head, "choices": [] if index is None else [choice]}
 
     def _completions(self) -> list[Completion]:
-        return [choice.folded.completion() for choice in self._choices]
+        return [choice.accumulator.completion() for choice in self._choices]
 
-    def _log_probs(self, tokens: Sequence[Scored]) -> Json | None:
+    def _log_probs(self, tokens: Sequence[ScoredToken]) -> Json | None:
         """The log-probabilities of tokens, when they were asked for."""
-        if not self._body.scored:
+        if not self._body.wants_log_probs:
             return None
         if self._is_chat:
             content = [
-                _entry(token.spelled, token.log_prob) | {"top_logprobs": [_entry(*best) for best in token.top]}
+                _entry(token.spelling, token.log_prob) | {"top_logprobs": [_entry(*best) for best in token.top]}
                 for token in tokens
             ]
             return {"content": content, "refusal": None}
         tops = [{_printed(best): value for best, value in reversed(token.top)} for token in tokens]
         return {
-            "tokens": [_printed(token.spelled) for token in tokens],
+            "tokens": [_printed(token.spelling) for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
             "top_logprobs": [top or None for top in tops],
             "text_offset": [token.offset for token in tokens],
@@ -444,26 +445,26 @@ class HttpAnswer:
         """Coppice's own fields about the steps; of several choices a list."""
         names = ("tau", "policy", "heads", "accept_lengths", "seed")
         figures = [{name: getattr(answer, name) for name in names} for answer in answers]
-        ours: Json = {"coppice": figures[0] if len(figures) == 1 else figures}
+        fields: Json = {"coppice": figures[0] if len(figures) == 1 else figures}
         if self._body.include_metrics:
-            ours["metrics"] = {"speculative_decoding": speculative_decoding(answers)}
-        return ours
+            fields["metrics"] = {"speculative_decoding": speculative_decoding(answers)}
+        return fields
 
 
 def _count(prompt: int, new: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _entry(spelled: bytes, log_prob: float | None) -> Json:
-    return {"token": _printed(spelled), "logprob": log_prob, "bytes": list(spelled)}
+def _entry(spelling: bytes, log_prob: float | None) -> Json:
+    return {"token": _printed(spelling), "logprob": log_prob, "bytes": list(spelling)}
 
 
-def _printed(spelled: bytes) -> str:
+def _printed(spelling: bytes) -> str:
     """A token as text. One that is no whole characters is spelled out, and so differs from others."""
     try:
-        return spelled.decode()
+        return spelling.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:

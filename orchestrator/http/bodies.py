@@ -23,13 +23,13 @@ from .tools import AnswerParser, ChatFormat, Json
 T = TypeVar("T")
 
 MOST_CHOICES = 16
-_MOST_FIELDS = 64  # of an object: each that is refused is an error to make
+_MOST_FIELDS = 64  # of an object: every refused field costs an error
 _MOST_TOOLS = 128
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # the only spelling: two keys are two ids
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-_MOST_LOG_PROBS = 2 * MAX_CONTEXT  # that one answer tells: they are a few megabytes of JSON
+_MOST_LOG_PROBS = 2 * MAX_CONTEXT  # of one answer: a few megabytes of JSON
 
-List = Annotated[list[T], Field(fail_fast=True)]  # A list of which the first bad entry is told: it may have a million.
+List = Annotated[list[T], Field(fail_fast=True)]  # reports its first bad entry alone: it may have a million
 
 
 def _check_unicode(text: str) -> str:
@@ -194,7 +194,7 @@ class Sampled(Body):
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
     @property
-    def scored(self) -> bool:
+    def wants_log_probs(self) -> bool:
         """Whether log-probabilities are wanted."""
         log_probs = getattr(self, "logprobs", None)
         return log_probs is not None and log_probs is not False  # 0 asks for those of the answer's own tokens
@@ -250,7 +250,7 @@ class Sampled(Body):
             "logit_bias": _read_bias(self.logit_bias),
             "prediction": joined(self.prediction.content) if self.prediction else "",
             "structured_outputs": form or None,
-            "log_probs": self.scored,
+            "log_probs": self.wants_log_probs,
             "seed": first + self.n - 1,  # the largest is checked
         }
         more: Any = {
@@ -299,7 +299,7 @@ class CompletionBody(Sampled):
         prompts: Any = self.prompt if several else [self.prompt]
         if not prompts or len(prompts) * self.n > MOST_CHOICES:
             raise InvalidField("prompt", f"with n = {self.n} there are 1 to {MOST_CHOICES // self.n} prompts a request")
-        scores_prompt = self.echo and self.scored
+        scores_prompt = self.echo and self.wants_log_probs
         most = min(self.max_tokens or 1, bound)
         return self._requests(prompts, most, top_log_probs=self.logprobs or 0, want_prompt_log_probs=scores_prompt)
 
@@ -373,8 +373,8 @@ class Function(Object):
     parameters: Annotated[Json, Field(description="a JSON schema of an object")] = {}
 
     @property
-    def given(self) -> Json:
-        """What is told of it."""
+    def definition(self) -> Json:
+        """The fields that the request has of it."""
         return {name: getattr(self, name) for name in Function.model_fields if name in self.model_fields_set}
 
 
@@ -388,7 +388,7 @@ class Tool(Object):
     @property
     def plain(self) -> Json:
         """The tool as templates know it."""
-        return {"type": self.type, "function": self.function.given}
+        return {"type": self.type, "function": self.function.definition}
 
 
 class Rendered(Body):
@@ -436,7 +436,7 @@ class ChatBody(Sampled, Rendered):
         if self.tools:
             if chat is None or chat.tools is None:
                 raise InvalidField("tools", "this target's chat template has no form of calls that is known here")
-            tags += chat.tools.tags if self._calls else ()
+            tags += chat.tools.tags if self._may_call else ()
             if required:
                 tools = [(tool.name, tool.parameters) for tool in required]
                 fields["grammar"] = chat.tools.grammar(tools, self.parallel_tool_calls, chat.tokens.special)
@@ -448,13 +448,13 @@ class ChatBody(Sampled, Rendered):
         return self._requests([prompt], min(self.limit, bound), **fields)
 
     @property
-    def _calls(self) -> bool:
+    def _may_call(self) -> bool:
         """Whether the answer may hold calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def _required(self) -> list[Function]:
-        """The functions of which one must be called; none when that is free. Raises InvalidField."""
+        """The functions of which one must be called; none where the model is free. Raises InvalidField."""
         functions = [tool.function for tool in self.tools]
         match self.tool_choice:
             case "none" | "auto":
@@ -474,7 +474,7 @@ class ChatBody(Sampled, Rendered):
             return None
         # Nothing is thought in front of a call that is required.
         reasoning = chat.reasoning if chat and (form or not request.grammar) else None
-        tools = chat.tools if chat and self._calls else None
+        tools = chat.tools if chat and self._may_call else None
         if not reasoning and not tools:
             return None
         return AnswerParser(reasoning, tools, {tool.function.name for tool in self.tools})

@@ -35,7 +35,7 @@ Content = Text | List[ItemPart]
 
 
 class Item(Object):
-    """What was said, thought, called or answered by a tool."""
+    """A message, reasoning, a call or a tool's output."""
 
     NEUTRAL: ClassVar[Neutral] = {"id": None, "status": None, "summary": None, "encrypted_content": None, "phase": None}
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
@@ -64,7 +64,7 @@ class Item(Object):
 
 
 class Typed(Object):
-    """A tool of the type that is served: its other fields come second, so that another type is told by its name."""
+    """The type of a tool. It stands before all other fields, so that a tool of another type is refused for its type."""
 
     type: Literal["function"]
 
@@ -128,13 +128,13 @@ class ResponsesBody(Body):
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        tools = [{"type": "function", "function": tool.given} for tool in self.tools]
-        same = {
+        tools = [{"type": "function", "function": tool.definition} for tool in self.tools]
+        shared = {
             name: getattr(self, name) for name in ("temperature", "top_p", "parallel_tool_calls", "policy", "budget")
         }
-        more = {"messages": messages, "tools": tools, "tool_choice": choice, "response_format": form}
+        fields = {"messages": messages, "tools": tools, "tool_choice": choice, "response_format": form}
         try:
-            return ChatBody.model_validate({**same, **more, "max_completion_tokens": self.max_output_tokens})
+            return ChatBody.model_validate({**shared, **fields, "max_completion_tokens": self.max_output_tokens})
         except ValidationError as error:
             raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
@@ -152,18 +152,18 @@ class ResponsesAnswer:
         self._choice = AnswerChoice("", service.token_bytes, request, parser=parser)
         self._items: list[Json] = []
         self._count = 0  # events
-        self._thought = 0  # tokens in whose events something was thought
-        same = ("instructions", "max_output_tokens", "temperature", "top_p", "tool_choice", "parallel_tool_calls")
+        self._reasoning_tokens = 0  # of events that have some reasoning
+        echoed = ("max_output_tokens", "temperature", "top_p", "tool_choice", "parallel_tool_calls")
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
             "model": service.target.names[0],
-            "tools": [{"type": "function", "strict": False, **tool.given} for tool in body.tools],
+            "tools": [{"type": "function", "strict": False, **tool.definition} for tool in body.tools],
             "text": {"format": body.text.format or {"type": "text"}},
             "error": None,
-            **{name: getattr(body, name) or None for name in same[:2]},
-            **{name: getattr(body, name) for name in same[2:]},
+            "instructions": body.instructions or None,
+            **{name: getattr(body, name) for name in echoed},
         }
 
     async def parts(self, events: Events) -> AsyncGenerator[Json, None]:
@@ -175,17 +175,17 @@ class ResponsesAnswer:
                     yield self._event("created", response=self._response("in_progress"))
                 deltas = self._choice.deltas(event)
                 if any("reasoning_content" in delta for delta in deltas):
-                    self._thought += len(getattr(event, "ids", ()))
+                    self._reasoning_tokens += len(getattr(event, "ids", ()))
                 for item_event in itertools.chain.from_iterable(map(self._take, deltas)):
                     yield item_event
-        for item_event in [*([] if self._items else self._begin("content")), *self._end()]:
+        reason = self._choice.accumulator.completion().finish_reason
+        status = "incomplete" if reason == "length" else "completed"
+        for item_event in [*([] if self._items else self._begin("content")), *self._end(status)]:
             yield item_event
-        is_cut = self._choice.folded.completion().finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
         yield self._event(status, response=self._response(status))
 
     async def whole(self, events: Events) -> Json:
-        """The answer, of which nothing is told before its end."""
+        """The whole answer."""
         last: Json = {}
         async for event in self.parts(events):
             last = event
@@ -201,12 +201,12 @@ class ResponsesAnswer:
         return self._event(name, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _response(self, status: str) -> Json:
-        answer = self._choice.folded.completion()
+        answer = self._choice.accumulator.completion()
         usage = {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},  # none is billed
             "output_tokens": answer.new_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._thought},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": answer.prompt_tokens + answer.new_tokens,
         }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -247,17 +247,18 @@ class ResponsesAnswer:
             self._items[-1] = {**item, "content": [part]}
             yield self._about("content_part.added", content_index=0, part=dict(part))
 
-    def _end(self) -> Iterator[Json]:
-        """End the last item."""
+    def _end(self, status: str = "completed") -> Iterator[Json]:
+        """End the last item. A call is complete in any case."""
         if not self._items:
             return
         item = self._items[-1]
         if "content" in item:
+            item["status"] = status
             (part,) = item["content"]
             more: Json = {"logprobs": []} if item["type"] == "message" else {}
             yield self._about(f"{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._about("content_part.done", content_index=0, part=part)
         else:
+            item["status"] = "completed"
             yield self._about("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
-        item["status"] = "completed"
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)

@@ -160,11 +160,11 @@ class Api:
         return Response()
 
     async def version(self) -> Json:
-        """Tell Coppice's version."""
+        """Return Coppice's version."""
         return {"version": coppice.__version__}
 
     async def metrics(self) -> Response:
-        """Answer what the metrics port answers."""
+        """Return the same as the metrics port."""
         return PlainTextResponse(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Json:
@@ -242,7 +242,7 @@ class Api:
             self._running.discard(task)
 
     async def tokenize(self, body: TokenizeBody) -> Json:
-        """Tell the tokens of a prompt or of messages, and their count."""
+        """Return the tokens of a prompt or of messages, and their count."""
         self._check_model(body.model)
         with naming_fields_of(body):
             prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
@@ -250,7 +250,7 @@ class Api:
         return {"tokens": ids, "count": len(ids), "max_model_len": self._service.target.max_len}
 
     async def detokenize(self, body: DetokenizeBody) -> Json:
-        """Tell the prompt that tokens are."""
+        """Return the prompt that tokens are."""
         self._check_model(body.model)
         target, token_bytes = self._service.target, self._service.token_bytes
         if token_bytes.tokenizer is None:
@@ -297,9 +297,9 @@ async def _traced(events: Events) -> AsyncGenerator[Json, None]:
             yield {type(event).__name__.lower(): dataclasses.asdict(event)}
 
 
-LIVES = frozenset({"/health", "/ping", "/version"})
+PROBES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
-OPEN = LIVES | {"/ready", "/docs", "/openapi.json", *FILES}  # Paths that need no token
+OPEN = PROBES | {"/ready", "/docs", "/openapi.json", *FILES}  # Paths that need no token
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)  # hosts that no name points to
 _BODY_S, _BODY_BYTES_S = 10, 64 << 10  # for a whole body, and one second more for each so many bytes of it
 _MOST_STRINGS = 4 * MAX_PARTS  # names of fields among them
@@ -351,7 +351,7 @@ class HttpDoor:
     async def _admitted(self, scope: Scope, headers: list[tuple[str, str]]) -> AsyncIterator[None]:
         """Hold a request's place inside the block. Raises CoppiceError."""
         path, posts = scope["path"], scope["method"] == "POST"
-        if self._draining.is_set() and path not in LIVES:
+        if self._draining.is_set() and path not in PROBES:
             raise Unavailable("the server is stopping")
         if path in OPEN and not posts:
             yield
@@ -423,7 +423,7 @@ def check_parts(body: bytes | bytearray) -> None:
 _IDLE_S = 75  # a connection on which no whole head of a request comes is closed
 _FILES_A_CALL = 8  # descriptors of the process for each call that is taken at once; connections have half of them
 _BACKLOG = 2048  # connections that wait to be accepted
-_LAST_WORDS_S = 2  # for what is cut to tell its client
+_CUT_S = 2  # for answers that are cut to send an error
 
 
 class _Server(uvicorn.Server):
@@ -480,7 +480,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=math.ceil(min(_IDLE_S, settings.limits.idle_s)),
-            timeout_graceful_shutdown=int(self._grace_s) + _LAST_WORDS_S,
+            timeout_graceful_shutdown=int(self._grace_s) + _CUT_S,
         )
         self._config.load()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

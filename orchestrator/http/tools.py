@@ -1,5 +1,5 @@
-"""How chat templates have models write reasoning and calls of tools: what a required call must be, and the parser of
-an answer, which comes in parts.
+"""The forms in which chat templates have models write reasoning and calls of tools: the grammar of a required call, and
+a parser of answers that takes them in parts.
 """
 
 from __future__ import annotations
@@ -53,20 +53,18 @@ def _call(name: Any, arguments: Any) -> Call:
 
 # --- formats ---
 
-_BETWEEN = re.compile(r"[\s;,]*")  # two calls in JSON
+_BEGINNING = re.compile(r"[^\s;,]")  # of a call in JSON, behind another one
 _NAMED_ARGS = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](.*)", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _read_json(body: str) -> list[Call]:
     """Objects with a name and arguments (or parameters), in a list or one behind the other."""
-    calls, body, at = list[Call](), body.strip(), 0
-    while at < len(body):
-        value, at = json.JSONDecoder().raw_decode(body, at)
+    calls, end = list[Call](), 0
+    while beginning := _BEGINNING.search(body, end):
+        value, end = json.JSONDecoder().raw_decode(body, beginning.start())
         for entry in value if isinstance(value, list) else [value]:
             calls.append(_call(entry["name"], entry.get("arguments", entry.get("parameters", {}))))
-        if behind := _BETWEEN.match(body, at):
-            at = behind.end()
     return calls
 
 
@@ -124,7 +122,7 @@ class ToolFormat:
     mark: str
     """a regular expression that is found in the family's templates"""
     read: Callable[[str], list[Call]]
-    """the calls in what stands between the tags; raises what it likes on anything else"""
+    """the calls in the text between the tags; fails on any other text"""
     opens: str = ""
     """the tag that begins calls; where there is none, they are the whole answer"""
     closes: str = ""
@@ -133,8 +131,8 @@ class ToolFormat:
     ends: str = ""
     between: str | None = None
     """None: an answer has one call"""
-    each: bool = False
-    """whether tags are around each call, with `between` outside of them"""
+    wraps_each: bool = False
+    """whether each call has tags of its own, with `between` outside of them"""
     call: tuple[str, str, str] = ('{"name": "', '", "arguments": ', "}")
     """what stands before a name, between it and the arguments, and behind these"""
 
@@ -144,14 +142,14 @@ class ToolFormat:
         return self.opens, self.closes, self.call[1]
 
     def calls(self, body: str) -> list[Call]:
-        """The calls between two tags; none when it is something else."""
+        """The calls between two tags; none where the text is something else."""
         try:
             return self.read(body)
         except (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError):
             return []
 
     def grammar(self, tools: Sequence[tuple[str, Json]], several: bool, special: Mapping[str, int]) -> Grammar:
-        """What an answer is that calls one of these tools, or several of them: names, and schemas of their arguments.
+        """The grammar of answers that call one of these tools, or several: names, and schemas of their arguments.
 
         special: ids of the tokens that no text spells, by their names. Raises InvalidField.
         """
@@ -171,9 +169,9 @@ class ToolFormat:
             arguments = to_json("tools", {"type": "object", **schema, "x-guidance": AS_JSON_DUMPS})
             rules.append(f"call_{number}: {spelled(before + name, behind)} %json {arguments} {spelled(end)}")
         rules.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
-        inside = "call" if self.each else repeated("call")
+        inside = "call" if self.wraps_each else repeated("call")
         rules.append(f"calls: {spelled(self.opens, self.begins)} {inside} {spelled(self.ends, self.closes)}")
-        text = "\n".join([f"start: {repeated('calls') if self.each else 'calls'}", *rules])
+        text = "\n".join([f"start: {repeated('calls') if self.wraps_each else 'calls'}", *rules])
         if len(text) > MAX_GRAMMAR_CHARS:
             raise InvalidField("tools", f"make a grammar of more than {MAX_GRAMMAR_CHARS} characters")
         return Grammar("lark", text)
@@ -204,9 +202,9 @@ FORMATS = (
         begins="\n",
         ends="\n",
         between="\n",
-        each=True,
+        wraps_each=True,
     ),
-    replace(_MISTRAL, mark=r"\[ARGS\]", begins="", ends="", between="", each=True, call=("", "[ARGS]", "")),
+    replace(_MISTRAL, mark=r"\[ARGS\]", begins="", ends="", between="", wraps_each=True, call=("", "[ARGS]", "")),
     _MISTRAL,
     replace(_PYTHONIC, mark=r"<\|tool_call_start\|>", opens="<|tool_call_start|>", closes="<|tool_call_end|>"),  # LFM2
     _PYTHONIC,
@@ -222,29 +220,29 @@ REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_TH
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a target's chat templates have it write."""
+    """The forms that a target's chat templates have it write."""
 
     tokens: TokenBytes
     reasoning: tuple[str, str] | None = None
-    """the tags around what is thought"""
+    """the tags around reasoning"""
     tools: ToolFormat | None = None
 
     @classmethod
     def of(cls, template: str, tokens: TokenBytes) -> ChatFormat:
-        """That of templates, from their texts."""
+        """The forms of some templates, by their texts."""
         reasoning = next((tags for tags in REASONING_TAGS if all(tag in template for tag in tags)), None)
         tools = next((each for each in FORMATS if re.search(each.mark, template)), None)
         return cls(tokens, reasoning, tools)
 
     def is_hidden(self, *tags: str) -> bool:
-        """Whether one of some tags is a special token, which no text has unless it is asked for."""
+        """Whether one of the tags is a special token, which texts leave out by default."""
         return any(tag in self.tokens.special for tag in tags)
 
 
 class AnswerParser:
     """Splits one answer's text into content, reasoning and calls. Text that may turn out to be a tag is held back.
 
-    White space around what is thought and around calls is dropped. A call that cannot be read is content.
+    White space around reasoning and around calls is dropped. A call that cannot be read is content.
     """
 
     def __init__(self, reasoning: tuple[str, str] | None, tools: ToolFormat | None, names: Collection[str]) -> None:
@@ -256,12 +254,12 @@ class AnswerParser:
         self._drops_space = False
 
     def begin(self, prompt: str) -> None:
-        """Take in how the prompt ends: a template may have opened what is thought."""
+        """Take in how the prompt ends: a template may have opened the reasoning there."""
         if self._reasoning and prompt.rstrip().endswith(self._reasoning[0]):
             self._state, self._drops_space = self._in_reasoning, True
 
     def push(self, text: str, ended: bool = False) -> list[Part | Call]:
-        """The parts that are certain now that `text` came. ended: nothing comes behind it."""
+        """Take more text; returns the parts that are certain by now. ended: this is the last text."""
         self._held += text
         parts: list[Part | Call] = []
         while self._state(parts, ended):

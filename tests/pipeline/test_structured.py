@@ -114,7 +114,6 @@ def test_forced_text_drafts_for_free(client: Client) -> None:
         ({"regex": "a" * 100_000}, "structured_outputs.regex"),
         ({"choice": {1}}, "structured_outputs.choice"),
     ],
-    ids=str,
 )
 def test_a_hostile_grammar_is_refused_and_harms_nobody(client: Client, structured: Schema, field: str) -> None:
     with pytest.raises(InvalidField) as refused:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import httpx
 import pytest
+from tokenizers import Tokenizer
 
+from coppice.config.token_bytes import TokenBytes
+from coppice.rpc.channels import Stub
 from coppice.stack.launch import Stack
-from tests.pipeline.conftest import call, parts_of
+from coppice.v1 import generation_pb2
+from coppice.wire.generation import read_response
+from tests.pipeline.conftest import SPECIAL, call, parts_of
+from tests.unit.test_http import Front, Service
 
 PARAMETERS = {
     "type": "object",
@@ -23,31 +33,49 @@ TOOLS = [
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "How warm is it?"}], "tools": TOOLS, "seed": 5}
 NAMED = {"type": "function", "function": {"name": "climate"}}
 OPTIONS = {"parallel_tool_calls": False, "max_tokens": 160}
+MARKS = (*SPECIAL[:3], "<|python_start|>", "<|python_tag|>")
+"""of templates: Mistral's two forms, and those of LFM2, Llama 4 and Llama 3; the stack's own has Hermes'"""
 
 
-def asked(stack: Stack, **fields: Any) -> Any:
-    status, _, data = call(stack, "/v1/chat/completions", {**ASK, **OPTIONS, **fields})
-    assert status == 200, data
-    return json.loads(data)["choices"][0]
+class Relay(Service):
+    """A front that takes a stack's target for one with another chat template."""
+
+    def __init__(self, stack: Stack, template: str) -> None:
+        super().__init__()
+        self.codec, self.address = SimpleNamespace(chat_template=template), stack.address
+        self.token_bytes = TokenBytes(Tokenizer.from_file(str(stack.spec.target / "tokenizer.json")))
+
+    async def _answer(self, message: Any, send: Callable[[Any], None]) -> None:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            async for response in Stub(channel, generation_pb2).Generate(message):
+                send(read_response(response))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
-def test_a_required_call_is_the_same_under_every_policy(stack: Stack, choice: Any, temperature: float) -> None:
-    asking = {"tool_choice": choice, "temperature": temperature}
-    answers = [asked(stack, **asking, policy=policy) for policy in ("plain", "single:self", "merge")]
+@pytest.mark.parametrize(("template", "choice"), [("", NAMED), *((mark, "required") for mark in ("", *MARKS))])
+async def test_a_required_call_is_the_same_under_every_policy(
+    stack: Stack, template: str, choice: Any, temperature: float
+) -> None:
+    body = {**ASK, **OPTIONS, "tool_choice": choice, "temperature": temperature}
+    own = f"http://{stack.orchestrator.http}"
+    async with Front(Relay(stack, template)) if template else httpx.AsyncClient(base_url=own, timeout=60) as front:
+
+        async def ask(**fields: Any) -> httpx.Response:
+            return await front.post("/v1/chat/completions", json={**body, **fields})
+
+        answers = [(await ask(policy=policy)).json()["choices"][0] for policy in ("plain", "single:self", "merge")]
+        parts = parts_of((await ask(stream=True)).text)
     assert {answer["finish_reason"] for answer in answers} == {"tool_calls"}
-    functions = [[made["function"] for made in answer["message"]["tool_calls"]] for answer in answers]
+    functions = [[each["function"] for each in answer["message"]["tool_calls"]] for answer in answers]
     ((function,), *_) = functions
     assert functions == [[function]] * 3
     assert function["name"] in (("climate",) if choice == NAMED else ("climate", "weather"))
     arguments = json.loads(function["arguments"])
     assert arguments["unit"] in ("celsius", "kelvin")
     assert arguments.keys() <= {"unit", "places"}
-    parts = parts_of(call(stack, "/v1/chat/completions", {**ASK, **OPTIONS, **asking, "stream": True})[2].decode())
     deltas = [part["choices"][0]["delta"] for part in parts]
-    told = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
-    assert {"name": told[0]["name"], "arguments": "".join(piece["arguments"] for piece in told)} == function
+    streamed = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert {"name": streamed[0]["name"], "arguments": "".join(each["arguments"] for each in streamed)} == function
 
 
 def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_field(stack: Stack) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import agents
+import litellm
 import numpy as np
 import openai
 import pytest
-from langchain_core.messages import ToolMessage
+from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from coppice.config.token_bytes import TokenBytes
@@ -34,6 +40,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}
+FUNCTION = {"type": "function", **ADD["function"]}  # as responses have it
 ASK: Any = {"messages": [{"role": "user", "content": "What is 1 + 1?"}]}
 BOUND = 64
 
@@ -77,7 +84,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "expected"), FIELDS, ids=str)
+@pytest.mark.parametrize(("fields", "expected"), FIELDS)
 def test_every_field_reaches_the_request(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     for request in body_of(fields).requests(BOUND, CHAT):
         assert {name: getattr(request, name) for name in expected} == expected
@@ -117,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "field"), REFUSED, ids=str)
+@pytest.mark.parametrize(("fields", "field"), REFUSED)
 async def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
     chat = "chat/completions" if "messages" in fields else "completions"
     path, text = ("responses", {}) if "input" in fields else (chat, {} if "messages" in fields else {"prompt": "a"})
@@ -130,6 +137,7 @@ class Scripted(Service):
     """A service whose target says what a script does of each request."""
 
     codec: Any = SimpleNamespace(chat_template=TEMPLATE)
+    reason: Any = "eos"
 
     def __init__(self, script: Callable[[Any], str], started: Started = STARTED, **limits: Any) -> None:
         super().__init__(**limits)
@@ -142,7 +150,7 @@ class Scripted(Service):
         for at in range(0, len(text), 3):
             await asyncio.sleep(0)
             send(Chunk(text[at : at + 3], (65 + at,), (Origin.ROOT,), (text[at : at + 3],)))
-        send(Finished("eos", 1, len(text), [], [], []))
+        send(Finished(self.reason, 1, len(text), [], [], []))
 
 
 def call_text(name: str, **arguments: Any) -> str:
@@ -162,53 +170,38 @@ THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
-    ("choice", "text", "message", "reason"),
+    ("choice", "text", "expected"),
     [
-        ("auto", "Hi <tool_", {"content": "Hi <tool_"}, "stop"),
-        ("auto", f"{THOUGHT}Hi", {"content": "Hi", "reasoning_content": "Hm."}, "stop"),
-        ("auto", call_text("add", a=1), {"content": None, "tool_calls": [("add", '{"a": 1}')]}, "tool_calls"),
-        (
-            "required",
-            f"{call_text('add', a=1)}\n{call_text('add', a=2)}",
-            {"content": None, "tool_calls": [("add", '{"a": 1}'), ("add", '{"a": 2}')]},
-            "tool_calls",
-        ),
-        (
-            "auto",
-            f"{THOUGHT}So: {call_text('add', a=1)}",
-            {"content": "So:", "reasoning_content": "Hm.", "tool_calls": [("add", '{"a": 1}')]},
-            "tool_calls",
-        ),
-        ("none", call_text("add", a=1), {"content": call_text("add", a=1)}, "stop"),
+        ("auto", "Hi <tool_", ("Hi <tool_", None, [])),
+        ("auto", f"{THOUGHT}Hi", ("Hi", "Hm.", [])),
+        ("auto", call_text("add", a=1), (None, None, [{"a": 1}])),
+        ("required", f"{call_text('add', a=1)}\n{call_text('add', a=2)}", (None, None, [{"a": 1}, {"a": 2}])),
+        ("auto", f"{THOUGHT}So: {call_text('add', a=1)}", ("So:", "Hm.", [{"a": 1}])),
+        ("none", call_text("add", a=1), (call_text("add", a=1), None, [])),
     ],
 )
 async def test_an_answer_has_content_reasoning_and_calls_whole_and_streamed(
-    choice: str, text: str, message: dict[str, Any], reason: str
+    choice: str, text: str, expected: tuple[str | None, str | None, list[dict[str, Any]]]
 ) -> None:
     service = Scripted(lambda _: text)
-    front = Front(service)
-    whole = (await front.post("/v1/chat/completions", json=called(choice))).json()["choices"][0]
-    assert whole["finish_reason"] == reason
-    calls = whole["message"].pop("tool_calls", [])
-    assert all(len(call["id"]) == 9 and call["type"] == "function" for call in calls)
-    expected = {"role": "assistant", **message}
-    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    assert whole["message"] | ({"tool_calls": told} if told else {}) == expected
-    async with openai_client(front).chat.completions.stream(model="target", **called(choice)) as stream:
-        async for _ in stream:
-            pass
-        (streamed,) = (await stream.get_final_completion()).choices
-    assert (streamed.finish_reason, streamed.message.content or None) == (reason, message["content"])
-    assert getattr(streamed.message, "reasoning_content", None) == message.get("reasoning_content")
-    assert [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()] == told
-    assert {(m.grammar.kind if m.HasField("grammar") else "") for m in service.messages} == {
-        "lark" if choice == "required" else ""
-    }
-    assert all(json.loads(m.template_arguments)["tools"][0]["function"]["name"] == "add" for m in service.messages)
+    for stream in (False, True):
+        answer = await openai_choice(Front(service), stream, **called(choice))
+        message, calls = answer.message, answer.message.tool_calls or ()
+        assert all((len(call.id), call.type, call.function.name) == (9, "function", "add") for call in calls)
+        arguments = [json.loads(call.function.arguments) for call in calls]
+        assert (message.content or None, getattr(message, "reasoning_content", None), arguments) == expected
+        assert stream or message.content == expected[0]
+        assert answer.finish_reason == ("tool_calls" if calls else "stop")
+    for message in service.messages:
+        assert message.grammar.kind == ("lark" if choice == "required" else "")
+        assert json.loads(message.template_arguments)["tools"][0]["function"]["name"] == "add"
+
+
+SERVER: Any = {"base_url": "http://127.0.0.1/v1", "api_key": "none", "max_retries": 0}
 
 
 def openai_client(front: Front) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=front, max_retries=0)
+    return openai.AsyncOpenAI(http_client=front, **SERVER)
 
 
 def adds(message: Any) -> str:
@@ -220,41 +213,43 @@ def adds(message: Any) -> str:
     return f"{THOUGHT}Let me see. {call_text('add', a=int((known or ['1'])[-1]), b=1)}"
 
 
-async def chat_turn(front: Front, messages: list[Any], stream: bool) -> str:
-    """One answer by OpenAI's client, and what the tools that it calls say."""
-    chats, options = openai_client(front).chat.completions, {"model": "target", "tools": [ADD]}
+def add(a: int, b: int) -> str:
+    """The sum of two numbers."""
+    return str(a + b)
+
+
+async def openai_choice(front: Front, stream: bool, **options: Any) -> Any:
+    """A chat's answer by OpenAI's client."""
+    chats = openai_client(front).chat.completions
+    if not stream:
+        return (await chats.create(model="target", **options)).choices[0]
+    async with chats.stream(model="target", **options) as events:
+        return (await events.get_final_completion()).choices[0]
+
+
+async def litellm_choice(front: Front, stream: bool, **options: Any) -> Any:
+    """The same by LiteLLM."""
+    options |= {"model": "openai/target", "client": openai_client(front), "stream": stream}
+    answer: Any = await litellm.acompletion(**options)
     if stream:
-        async with chats.stream(messages=messages, **options) as events:
-            message: Any = (await events.get_final_completion()).choices[0].message
-    else:
-        message = (await chats.create(messages=messages, **options)).choices[0].message
+        answer = litellm.stream_chunk_builder([part async for part in answer])
+    return answer.choices[0]
+
+
+async def chat_turn(choice_of: Any, front: Front, messages: list[Any], stream: bool) -> str:
+    """One answer, and what the tools that it calls say."""
+    message = (await choice_of(front, stream, messages=messages, tools=[ADD])).message
     messages.append(message)
     for call in message.tool_calls or ():
-        added = str(sum(json.loads(call.function.arguments).values()))
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": added})
-    return message.content
-
-
-async def langchain_turn(front: Front, messages: list[Any], stream: bool) -> str:
-    """The same by LangChain's."""
-    model = ChatOpenAI(model="target", base_url="http://127.0.0.1/v1", api_key="none", http_async_client=front)  # type: ignore[arg-type]
-    bound, message = model.bind_tools([ADD]), None
-    if stream:
-        async for chunk in bound.astream(messages):
-            message = chunk if message is None else message + chunk
-    else:
-        message = await bound.ainvoke(messages)
-    messages.append(message)
-    messages.extend(
-        ToolMessage(str(sum(call["args"].values())), tool_call_id=call["id"]) for call in message.tool_calls
-    )
+        answer = add(**json.loads(call.function.arguments))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
     return message.content
 
 
 async def response_turn(front: Front, items: list[Any], stream: bool) -> str:
     """The same by OpenAI's Responses."""
-    client, tool = openai_client(front).responses, {"type": "function", **ADD["function"]}
-    options: Any = {"model": "target", "tools": [tool], "store": False, "include": ["reasoning.encrypted_content"]}
+    client = openai_client(front).responses
+    options: Any = {"model": "target", "tools": [FUNCTION], "store": False, "include": ["reasoning.encrypted_content"]}
     if stream:
         async with client.stream(input=items, **options) as events:
             names = [event.type async for event in events]
@@ -266,20 +261,54 @@ async def response_turn(front: Front, items: list[Any], stream: bool) -> str:
     assert response.usage.total_tokens == 1 + response.usage.output_tokens
     items += response.output
     for call in [item for item in response.output if item.type == "function_call"]:
-        answer = str(sum(json.loads(call.arguments).values()))
+        answer = add(**json.loads(call.arguments))
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": answer})
     return response.output_text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("turn", [chat_turn, langchain_turn, response_turn])
-async def test_clients_run_a_session_with_tools(turn: Callable[..., Awaitable[str]], stream: bool) -> None:
+async def langchain_turn(front: Front, messages: list[Any], stream: bool, **options: Any) -> str:
+    """All answers to a question by LangChain's agent, which calls the tools."""
+    model = ChatOpenAI(model="target", http_async_client=front, streaming=stream, **SERVER, **options)
+    messages[:] = (await create_agent(model, [add]).ainvoke({"messages": messages}))["messages"]
+    return messages[-1].text
+
+
+async def agents_turn(kind: str, front: Front, items: list[Any], stream: bool) -> str:
+    """The same by OpenAI's Agents."""
+    model = getattr(agents, kind)("target", openai_client(front))
+    agent = agents.Agent("adder", tools=[agents.function_tool(add)], model=model)
+    config = agents.RunConfig(tracing_disabled=True)  # a trace is sent to OpenAI
+    if stream:
+        run = agents.Runner.run_streamed(agent, items, run_config=config)
+        async for _ in run.stream_events():
+            pass
+    else:
+        run = await agents.Runner.run(agent, items, run_config=config)
+    items[:] = run.to_input_list()
+    return run.final_output
+
+
+TURNS: dict[str, Callable[[Front, list[Any], bool], Awaitable[str]]] = {
+    "openai's chats": partial(chat_turn, openai_choice),
+    "openai's responses": response_turn,
+    "litellm": partial(chat_turn, litellm_choice),
+    "langchain on chats": langchain_turn,
+    "langchain on responses": partial(langchain_turn, use_responses_api=True),
+    "openai-agents on chats": partial(agents_turn, "OpenAIChatCompletionsModel"),
+    "openai-agents on responses": partial(agents_turn, "OpenAIResponsesModel"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("client", TURNS)
+async def test_clients_run_a_session_with_tools(client: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 turns of the assistant, of which every other one calls a tool."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download one
     service, messages = Scripted(adds), list[Any]()
-    for _ in range(10):
-        messages.append({"role": "user", "content": "And one more?"})
-        await turn(Front(service), messages, stream)
-        text = await turn(Front(service), messages, stream)
+    while len(service.messages) < 20:
+        if len(service.messages) % 2 == 0:
+            messages.append({"role": "user", "content": "And one more?"})
+        text = await TURNS[client](Front(service), messages, stream)
     assert text == "It is 11."
     *_, last = service.messages
     assert len(service.messages) == 20
@@ -288,7 +317,29 @@ async def test_clients_run_a_session_with_tools(turn: Callable[..., Awaitable[st
     calls = [json.loads(each.tool_calls)[0] for each in last.chat.messages if each.tool_calls]
     assert [call["function"]["arguments"] for call in calls] == [{"a": number, "b": 1} for number in range(1, 11)]
     assert [call["id"] for call in calls] == [each.tool_call_id for each in last.chat.messages if each.role == "tool"]
-    assert turn is not response_turn or last.chat.messages[1].reasoning_content == "Hm."
+    if client in ("openai's chats", "openai's responses", "litellm", "openai-agents on responses"):
+        assert last.chat.messages[1].reasoning_content == "Hm."
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("text", ["", "Hi", THOUGHT, f"{THOUGHT}So: {call_text('add', a=1)}", call_text("add") * 2])
+async def test_strict_clients_accept_every_answer(text: str, stream: bool) -> None:
+    for path, body, whole, part in (
+        ("chat/completions", called("auto"), ChatCompletion, ChatCompletionChunk),
+        ("responses", {"input": "Hi", "tools": [FUNCTION]}, Response, ResponseStreamEvent),
+    ):
+        for reason, status in (("eos", "completed"), ("length", "incomplete")):
+            service = Scripted(lambda _: text)
+            service.reason = reason
+            answer = await Front(service).post(f"/v1/{path}", json={**body, "stream": stream})
+            parts = parts_of(answer.text) if stream else [answer.json()]
+            for each in parts:
+                TypeAdapter(part if stream else whole).validate_python(each)
+            if path == "responses":
+                response = parts[-1].get("response", parts[-1])
+                *_, item = response["output"]
+                assert response["status"] == status
+                assert item["status"] == ("completed" if item["type"] == "function_call" else status)
 
 
 async def test_a_response_has_a_form_a_limit_and_required_calls() -> None:
@@ -299,7 +350,7 @@ async def test_a_response_has_a_form_a_limit_and_required_calls() -> None:
     response = await front.post("/v1/responses", json=asking)
     assert response.headers["x-coppice-max-tokens"] == "64"
     assert response.json()["output"][0]["content"][0]["text"] == "[1]"
-    choice = {"tools": [{"type": "function", **ADD["function"]}], "tool_choice": {"type": "function", "name": "add"}}
+    choice = {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "add"}}
     await front.post("/v1/responses", json={"input": [{"role": "user", "content": "Hi"}], **choice})
     first, second = service.messages
     assert [message.role for message in first.chat.messages] == ["system", "user"]

@@ -25,7 +25,7 @@ DEEP = Call("f", json.dumps(NESTED, ensure_ascii=False))
 PYTHON_NESTED = """[f(a=[1, {'b': '}]</x>\\n"\\''}], é=None, c=-1.5, d=true), g()]"""
 
 Expected = tuple[str, str, list[Call]]  # content, reasoning, calls
-TOLD: list[tuple[ToolFormat | None, str, Expected]] = [
+SPLIT: list[tuple[ToolFormat | None, str, Expected]] = [
     (None, "<think>\nWhy?\n\nSo.\n</think>\n\nHi ", ("Hi ", "Why?\n\nSo.", [])),
     (None, "\n<think></think>\n\nHi", ("Hi", "", [])),
     (None, "<think>on and on", ("", "on and on", [])),
@@ -63,7 +63,7 @@ CONTENT: dict[ToolFormat | None, list[str]] = {  # what cannot be read is conten
         *("[1, 2]", "[f(1)]", "[f(a=b'x')]", "[h()]", "[f(a=open('x'))]", "[f(a=1 + x)]", "[" * 5000, "[f(a="),
     ],
 }
-ANSWERS = [*TOLD, *((form, text, (text, "", [])) for form, texts in CONTENT.items() for text in texts)]
+ANSWERS = [*SPLIT, *((form, text, (text, "", [])) for form, texts in CONTENT.items() for text in texts)]
 
 
 def joined(parts: list[Part | Call]) -> Expected:
@@ -75,7 +75,7 @@ def joined(parts: list[Part | Call]) -> Expected:
     return *texts.values(), [part for part in parts if isinstance(part, Call)]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), ANSWERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("form", "text", "expected"), ANSWERS, ids=[text[:40] for _, text, _ in ANSWERS])
 def test_an_answer_is_split_the_same_in_whatever_slices_it_comes(
     form: ToolFormat | None, text: str, expected: Expected
 ) -> None:
@@ -181,7 +181,7 @@ def is_taken(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize(("form", "taken", "refused"), CALLS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("form", "taken", "refused"), CALLS)
 def test_what_is_required_is_a_call_that_is_read(
     tokenizer: Tokenizer, form: ToolFormat, taken: list[str], refused: list[str]
 ) -> None:
