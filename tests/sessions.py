@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +34,36 @@ async def verifying(service: Any) -> AsyncIterator[Any]:
         yield Stub(channel, verifier_pb2)
 
 
-class VerifierClient:
-    """One session, as the orchestrator holds it."""
+class _Client:
+    """A session of either service, as the orchestrator holds it."""
+
+    def __init__(self, call: Any, ids: Sequence[int]) -> None:
+        self.call, self.committed, self.step_number = call, list(ids), 0
+
+    def fence(self, step: int) -> Fence:
+        return Fence(step, len(self.committed), committed_hash(self.committed))
+
+    async def message(self) -> Any:
+        """The next message of the service. Raises the error that the call ended with."""
+        with suppress(grpc.aio.AioRpcError):
+            if (message := await self.call.read()) is not grpc.aio.EOF:
+                return message
+        raise await self.ending()
+
+    async def ending(self) -> CoppiceError:
+        code, details = await self.call.code(), await self.call.details()
+        return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
+
+
+class VerifierClient(_Client):
+    """One session of a verifier."""
 
     def __init__(self, stub: Any, session: str = "s", ids: Sequence[int] = IDS, **options: Any) -> None:
-        self.committed, self.step_number = list(ids), 0
+        super().__init__(stub.Verify(), ids)
         self.sampling = options.pop("sampling", SamplingParams())
         stop_ids = frozenset(options.pop("stop_ids", ()))
         max_len = options.pop("max_len", len(ids) + 64)
         self.opening = verifier.OpenSession(session, list(ids), self.sampling, stop_ids, max_len, **options)
-        self.call = stub.Verify()
         self.root = -1
 
     async def open(self) -> VerifierClient:
@@ -52,9 +72,6 @@ class VerifierClient:
         assert opened.fence == self.fence(0)
         self.opened, self.root = opened, self.draw(opened)
         return self
-
-    def fence(self, step: int) -> Fence:
-        return Fence(step, len(self.committed), committed_hash(self.committed))
 
     def draw(self, said: verifier.SessionOpened | verifier.Verdict) -> int:
         """The next root, drawn here unless the verifier drew it."""
@@ -88,17 +105,7 @@ class VerifierClient:
         return await self.read()
 
     async def read(self) -> verifier.SessionOpened | verifier.Verdict:
-        try:
-            answer = await self.call.read()
-        except grpc.aio.AioRpcError:
-            raise await self.ending() from None
-        if answer is grpc.aio.EOF:
-            raise await self.ending()
-        return verifier.read_verify_response(answer)
-
-    async def ending(self) -> CoppiceError:
-        code, details = await self.call.code(), await self.call.details()
-        return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
+        return verifier.read_verify_response(await self.message())
 
 
 async def target_of(stub: Any) -> verifier.TargetDescription:
@@ -193,14 +200,12 @@ async def drafting(service: Any) -> AsyncIterator[Any]:
         yield Stub(channel, drafter_pb2)
 
 
-class DrafterClient:
-    """One drafting session, as the orchestrator holds it."""
+class DrafterClient(_Client):
+    """One session of a drafter."""
 
     def __init__(self, stub: Any, ids: Sequence[int] = TEXT, **options: Any) -> None:
-        self.committed = list(ids)
-        self.step_number = 0
+        super().__init__(stub.Draft(), ids)
         self.opening = drafter.OpenDraft("s", list(ids), options.pop("sampling", SamplingParams()), **options)
-        self.call = stub.Draft()
 
     async def open(self) -> DrafterClient:
         await self.call.write(drafter.draft_request_to_wire(self.opening))
@@ -211,23 +216,12 @@ class DrafterClient:
     async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:
         self.committed += commit
         self.step_number += 1
-        fence = {
-            "step": self.step_number,
-            "committed_len": len(self.committed),
-            "committed_hash": committed_hash(self.committed),
-        }
         advance = drafter.Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
-        step = drafter.DraftStep(Fence(**(fence | changes)), root, budget, advance)
+        step = drafter.DraftStep(replace(self.fence(self.step_number), **changes), root, budget, advance)
         await self.call.write(drafter.draft_request_to_wire(step))
 
-    async def read(self) -> drafter.TreeDelta | int:
-        try:
-            message = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        if message is grpc.aio.EOF:
-            raise EOFError(await self.call.code())
-        return drafter.read_draft_response(message)
+    async def read(self) -> drafter.TreeDelta | drafter.DraftOpened:
+        return drafter.read_draft_response(await self.message())
 
     async def tree(self) -> drafter.TreeDelta:
         """Deltas up to the last, as one."""

@@ -90,8 +90,8 @@ class Inbox:
         return message
 
     def end(self, error: Exception | None = None) -> None:
-        """Say that nothing follows, and why."""
-        if not self._ended:
+        """Say that nothing follows, and why. What came last may fail behind the end of the others."""
+        if not self._ended or (self.is_busy and self._error is None):
             self._ended, self._error = True, error
             self._news.set()
 

@@ -68,9 +68,7 @@ def settings_of(container: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> S
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_service_is_told_settings_that_it_knows_and_has_the_time_to_start_and_drain(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_is_told_settings_and_has_time_to_start_and_drain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, pod in services(objects(name)).items():
         role, container = component(pod), container_of(pod)
         settings = settings_of(container, monkeypatch)
@@ -228,9 +226,7 @@ def test_the_gpus_of_a_verifier_are_ranks_that_meet_in_shared_memory(gpus: int) 
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_every_kind_of_head_has_a_pool_or_lives_in_the_verifiers_process(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_head_has_a_pool_or_lives_in_the_verifier(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {} if kind in COUNTING_KINDS else {"path": "/models/a"}
     pool = {"drafters": [{"name": "a", "kind": kind, **weights}]}
     variables = environment(container_of(deployed(pool)["coppice-drafter-a"]["spec"]["template"]))

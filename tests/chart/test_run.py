@@ -133,9 +133,7 @@ def release(start_service: Callable[..., Service], tmp_path_factory: pytest.Temp
     return release
 
 
-def test_an_operators_day_ends_with_an_answer(
-    start_service: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operators_day(start_service: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """values-hub.yaml with what clusters need: the Job downloads once, the services find each other and answer."""
     release = placed("day", tmp_path, 1)
     (tmp_path / "tokens").mkdir()

@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -49,6 +50,14 @@ _EXTREMES: dict[int, Sequence[Any]] = {
     FieldDescriptor.CPPTYPE_DOUBLE: (*_FLOATS, 5e-324, 1e-300, 1.7e308),
 }
 _HUGE = 1 << 20
+
+
+def within(message: Message) -> Iterator[Message]:
+    """A message, and those that are in it; of lists their last."""
+    yield message
+    for of, value in message.ListFields():
+        if of.type == of.TYPE_MESSAGE and not of.message_type.GetOptions().map_entry:
+            yield from within(value[-1] if of.is_repeated else value)
 
 
 class Mutator:
@@ -102,34 +111,20 @@ class Mutator:
 
     def alter(self, message: Message) -> None:
         """Change one field, however deep it lies."""
-        fields = message.DESCRIPTOR.fields
-        if not fields:
+        owner = self.random.choice(list(within(message)))
+        if not owner.DESCRIPTOR.fields:
             return
-        of = self.random.choice(fields)
-        is_map = of.message_type is not None and of.message_type.GetOptions().map_entry
-        if of.type == FieldDescriptor.TYPE_MESSAGE and not is_map and self.random.random() < 0.8:
-            inside = getattr(message, of.name)
-            if not of.is_repeated:
-                if message.HasField(of.name) or self.random.random() < 0.2:
-                    inside.SetInParent()
-                    self.alter(inside)
-                else:  # of a oneof another member stands: more lies behind it
-                    self.alter(message)
-                return
-            if len(inside):
-                self.alter(self.random.choice(inside))
-                return
+        of = self.random.choice(owner.DESCRIPTOR.fields)
         if self.random.random() < 0.2:
-            message.ClearField(of.name)
+            owner.ClearField(of.name)
         else:
-            self.put(message, of)
+            self.put(owner, of)
 
     def spoiled(self, message: Message) -> bytes:
         """What is sent instead of a message."""
         way = self.random.random()
         if way < 0.6:
-            changed = type(message)()
-            changed.CopyFrom(message)
+            changed = deepcopy(message)
             for _ in range(self.random.choice((1, 1, 1, 2, 3))):
                 self.alter(changed)
             return changed.SerializeToString()
@@ -149,7 +144,7 @@ class Mutator:
             ),  # no such field
             lambda: data + random.choice((b"\x0b", b"\x0c", b"\x0b" * 200, b"\xff" * 11, b"\x07", b"\x00")),
             lambda: data + b"\x0a\xff\xff\xff\xff\x0f",  # a length beyond the end
-            lambda: data + self._not_utf8(message.DESCRIPTOR),
+            lambda: self._not_utf8(message),
             lambda: random.randbytes(random.choice((1, 2, 16, 300, 5000))),
             lambda: self._nested(random.choice((50, 99, 101, 5000))),
         )
@@ -161,17 +156,13 @@ class Mutator:
             flipped[self.random.randrange(len(flipped))] ^= 1 << self.random.randrange(8)
         return bytes(flipped)
 
-    def _not_utf8(self, of: Descriptor) -> bytes:
-        """A string that is none, in the message or one below."""
-        for each in self.random.sample(list(of.fields), len(of.fields)):
-            if each.type == FieldDescriptor.TYPE_STRING:
-                return _tag(each.number) + b"\x02\xc3\x28"
-        inside = [each for each in of.fields if each.type == FieldDescriptor.TYPE_MESSAGE]
-        if not inside:
-            return b""
-        within = self.random.choice(inside)
-        data = self._not_utf8(within.message_type)
-        return _tag(within.number) + bytes([len(data)]) + data
+    def _not_utf8(self, message: Message) -> bytes:
+        """The message with a string that is none, if there may be one."""
+        changed = deepcopy(message)
+        places = [(part, of) for part in within(changed) for of in part.DESCRIPTOR.fields]
+        if strings := [(part, of.name) for part, of in places if of.type == of.TYPE_STRING and not of.is_repeated]:
+            setattr(*self.random.choice(strings), "é")
+        return changed.SerializeToString().replace("é".encode(), b"\xc3\x28")
 
     def _nested(self, depth: int) -> bytes:
         """Field 1 in field 1 in field 1."""
@@ -181,11 +172,6 @@ class Mutator:
             length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14])
             data = b"\x0a" + length + data
         return data
-
-
-def _tag(number: int) -> bytes:
-    key = number << 3 | 2
-    return bytes([key]) if key < 128 else bytes([key & 127 | 128, key >> 7])
 
 
 @dataclass

@@ -231,9 +231,7 @@ NAMED: dict[str, tuple[Spoil | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", NAMED)
-async def test_a_fault_that_only_drafts_show_is_named_within_fifty_steps(
-    fault: str, place: Path, tmp_path: Path
-) -> None:
+async def test_a_fault_that_drafts_alone_show_is_named_in_fifty_steps(fault: str, place: Path, tmp_path: Path) -> None:
     spoil, drafted = NAMED[fault]
     head = load(spoiled(place, tmp_path / "head", spoil) if spoil else place / "head", place / "target")
     step, lines, suspects = alarms(head, draw(head, **drafted), 50)

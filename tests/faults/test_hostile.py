@@ -128,7 +128,7 @@ def lies(kind: str) -> list[Lie]:
 
 
 @pytest.mark.parametrize("kind", ["opened", "delta", "head"])
-async def test_extremes_in_every_number_fail_no_request(
+async def test_extremes_fail_no_request(
     start_service: StartService, verifier: Service, truth: list[int], kind: str
 ) -> None:
     liars = [Liar(truth), *(Liar(truth, lie) for lie in lies(kind))]
@@ -255,9 +255,7 @@ def honest(start_verifier: StartService) -> Service:
 
 
 @pytest.mark.parametrize("lie", TABLE)
-async def test_a_verifier_that_answers_nonsense_is_left_for_another_one(
-    honest: Service, truth: list[int], lie: str
-) -> None:
+async def test_a_verifier_that_answers_nonsense_is_left(honest: Service, truth: list[int], lie: str) -> None:
     expected = truth[len(IDS) :][:NEW]
     async with lied_to(honest.address, truth, *TABLE[lie]) as (liar, two):
         answers = await asyncio.gather(*(two.generate(want_log_probs=True) for _ in range(4)))

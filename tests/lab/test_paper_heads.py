@@ -39,9 +39,9 @@ from tests.unit.test_feature_heads import (
     check_steps,
     save_random,
 )
-from tests.unit.test_feature_training import check_learning, trained_states
 from tests.unit.test_head_commands import head as trained
 from tests.unit.test_head_commands import place
+from tests.unit.test_training import check_learning, trained_states
 
 __all__ = ["place"]
 

@@ -1,7 +1,8 @@
-"""Prompt files and questions, reports and their checks, and the verdict on an answer."""
+"""Prompt files and questions, reports and checks, verdicts on answers, and what `bench adapt` and the demo show."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from coppice.client.client import Client
 from coppice.config.model import read_tokenizer
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
-from coppice.prompts import read_prompts
+from coppice.prompts import FilePrompt, demo_prompts, read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
-from coppice.testing.reference import EPS, TargetText, judge_token
+from coppice.testing.reference import EPS, Reference, TargetText, judge_token
+from coppice.v1 import adapter_pb2 as pb
+from lab.adapt import Lane, adapt_line, report_lanes, shifted
+from lab.demo import PROMPTS, stream_coloured
 from lab.measuring import reference_of, reporting
 from lab.options import Options, Question, own_prompts, read_questions
 from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of
+from tests.fake_service import echo_server
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 
@@ -78,9 +84,7 @@ def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
     ]
 
 
-def test_figures_that_were_measured_survive_what_comes_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_that_were_measured_survive_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = Options(dtype="float32", json_file=tmp_path / "run.json")
 
     def broken_off() -> None:
@@ -232,3 +236,40 @@ def test_the_reference_answers_and_judges(target: Path) -> None:
     assert [reference.judge(prompt, ids, greedy) for ids in (answer, wrong)] == ["identical", "wrong"]
     assert reference.judge(prompt, wrong, greedy, answer) == "wrong"
     assert reference.redraw(prompt, answer, greedy)[0] == list(answer)
+
+
+# --- what bench adapt asks, judges and shows ---
+
+
+def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
+    reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
+    own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
+    lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
+    lanes[0].answers = [completion([1] * 7, 1.0, "a", ids) for ids in own]
+    other = (own[0][0] + 1) % 300
+    changed = [(other, *own[0][1:]), *own[1:]]
+    lanes[1].answers = [completion([1] * 7, 1.0, "a", ids) for ids in changed]
+    change = pb.Change(query=3, what="full", version=1, train_s=2.0)
+    lanes[1].status = pb.HeadStatus(changes=[change], reverts=1)
+    report = Report("bench adapt", "float32", 1)
+    report_lanes(lanes, stream, reference, report)
+    rows = report.rows
+    lines = [adapt_line(row) for row in rows]
+    assert [line["same/tie/wrong"] for line in lines] == ["5/0/0", "4/0/1"]
+    assert [line["all"] for line in lines] == ["1.00 (7.0)"] * 2
+    assert [(line["updates"], line["reverts"], line["training s"]) for line in lines] == [(0, 0, 0.0), (1, 1, 2.0)]
+    assert [part["updates"] for part in rows[1]["parts"]] == [1, 1, 0]
+    assert json.loads(json.dumps(rows[1]["changes"]))[0]["query"] == 3
+
+
+# --- what the demo shows of an answer ---
+
+
+def test_the_demo_streams_one_prompt_of_each_category_with_its_figures() -> None:
+    taken = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
+    assert [prompt.category for prompt in taken] == ["code", "maths", "story"]
+    shown = io.StringIO()
+    with echo_server() as (address, _), Client(address) as client:
+        stream_coloured(Console(file=shown, color_system=None), client, FilePrompt("abcde", "code"))
+    figures = "5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted"
+    assert shown.getvalue().splitlines()[1:] == ["code: abcde", "abcde", figures]

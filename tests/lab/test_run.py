@@ -1,7 +1,8 @@
-"""`bench run` and `bench exact`: which methods there are, pairs, rows and tables, and all of it on real processes."""
+"""`bench run`, `exact` and `peers`: which methods there are, pairs, rows and tables, all on real processes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -20,8 +21,22 @@ from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
 from lab.measuring import Bench, Journal, in_turn
 from lab.options import Options, Question, benchmark_names
+from lab.peers import NGRAMS, VERSION, build, check_peers, run_peers
 from lab.report import Report
-from lab.run import ALL, HF_GENERATE, PEERS, STEADY, Cell, Pairs, add_tables, loops, methods_of, run_exact, run_methods
+from lab.run import (
+    ALL,
+    HF_GENERATE,
+    LLAMA,
+    PEERS,
+    STEADY,
+    Cell,
+    Pairs,
+    add_tables,
+    loops,
+    methods_of,
+    run_exact,
+    run_methods,
+)
 from tests.lab.conftest import completion
 
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
@@ -49,9 +64,7 @@ def test_methods_are_policies_heads_and_peers() -> None:
         ("route:a/x", HEADS, 1, "there is no head 'x'; heads are a, b"),
     ],
 )
-def test_a_method_this_stack_cannot_run_is_named(
-    method: str, heads: Sequence[HeadSpec], sessions: int, reason: str
-) -> None:
+def test_a_method_that_cannot_run_is_named(method: str, heads: Sequence[HeadSpec], sessions: int, reason: str) -> None:
     with pytest.raises(InvalidField, match=reason):
         methods_of([method], heads, (sessions,))
 
@@ -127,7 +140,7 @@ def bench_of(stack: Stack, client: Client, reference: Reference, new_tokens: int
 
 
 @pytest.mark.parametrize("sessions", [(1,), (2, 3)])
-def test_every_method_is_timed_and_judged(
+def test_all_are_timed_and_judged(
     stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...]
 ) -> None:
     peers = PEERS if sessions == (1,) else ()
@@ -167,6 +180,8 @@ def test_a_run_that_was_broken_off_goes_on_and_another_one_does_not_take_its_ans
     monkeypatch.setattr(lab.run, "in_turn", breaking)
     with pytest.raises(KeyboardInterrupt):
         run_methods(bench, ("plain", "single:self"), cells, QUESTIONS, (), Journal(options))
+    assert [(row["method"], row["prompts"]) for row in bench.report.rows] == [("plain", 3), ("single:self", 3)]
+    assert bench.report.tables  # of the cell that was measured
     with pytest.raises(InvalidField, match="partial has answers of another run"):
         Journal(replace(options, n=99))
     with (tmp_path / "run.json.partial").open("a") as cut:
@@ -202,30 +217,88 @@ def test_exact_judges_every_method_and_budget(stack: Stack, client: Client, refe
     assert bench.report.ok
 
 
-def test_cells_that_were_measured_before_a_failure_are_reported(
-    stack: Stack, client: Client, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate, calls = client.generate, 0
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 2 + 3 * 2:  # warming up, and three questions, by two methods each
-            raise Unavailable("the verifier is gone")
-        return generate(*arguments, **options)
-
-    monkeypatch.setattr(client, "generate", failing)
-    bench = bench_of(stack, client, reference, 16)
-    with pytest.raises(Unavailable):
-        run_methods(bench, ("plain", "single:lookup"), [Cell(0.0, 6, 1), Cell(1.0, 6, 1)], QUESTIONS)
-    assert [(row["method"], row["prompts"]) for row in bench.report.rows] == [("plain", 3), ("single:lookup", 3)]
-    assert bench.report.tables
-
-
-def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
-    stack: Stack, client: Client, reference: Reference
-) -> None:
+def test_every_turn_is_asked_behind_the_earlier_answers(stack: Stack, client: Client, reference: Reference) -> None:
     talk, bench = Question(PROMPTS[2], "a", later=((40, 41), (42,))), bench_of(stack, client, reference, 16)
     run_methods(bench, ("plain", "single:lookup"), [Cell(0.0, 6, 2)], (talk, QUESTIONS[1], QUESTIONS[2]))
     rows = [(row["prompts"], row["identical"]) for row in bench.report.rows]
     assert rows == [(12, 12)] * 2  # the last group is filled up
+
+
+# --- bench peers beside a llama-server that is not one: it asks our own, and answers in llama.cpp's words ---
+
+
+ACCEPTED = 4
+LLAMA_SERVER = f"""#!{sys.executable}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.request import Request, urlopen
+
+class Llama(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body.pop("cache_prompt") is False
+        url = "http://" + os.environ["OURS"] + self.path
+        self.send_response(200)
+        self.end_headers()
+        for line in urlopen(Request(url, json.dumps(body).encode(), {{"Content-Type": "application/json"}})):
+            if line.startswith(b"data: {{"):
+                part = json.loads(line[6:])
+                drafted = {{"draft_n_accepted": {ACCEPTED}}} if "--spec-type" in sys.argv else {{}}
+                part["timings"] = {{"predicted_n": body["max_tokens"], **drafted}}
+                del part["model"]
+                part.pop("coppice", None)
+                self.wfile.write(b"data: " + json.dumps(part).encode() + b"\\n\\n")
+
+assert open(sys.argv[sys.argv.index("-m") + 1]).read() == "f32"
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Llama).serve_forever()
+"""
+CONVERTER = "import sys; open(sys.argv[5], 'w').write(sys.argv[3])"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder in which llama.cpp seems to be built."""
+    script, server = tmp_path / "source" / VERSION / "llama.cpp", tmp_path / "build" / "bin"
+    for folder in (script, server):
+        folder.mkdir(parents=True)
+    (script / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    (server / "llama-server").write_text(LLAMA_SERVER)
+    (server / "llama-server").chmod(0o755)
+    return tmp_path
+
+
+def test_modes_are_of_n_grams_or_name_a_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    drafting = f"draft-eagle3:{tmp_path}"
+    assert check_peers(()) == tuple(NGRAMS)
+    assert check_peers((drafting,)) == (LLAMA, drafting)
+    for mode in ("x", "ngram-mod:x", "draft-eagle3", "draft-eagle3:none"):
+        with pytest.raises(InvalidField, match=f"'{mode}' is not one of llama.cpp, ngram-simple"):
+            check_peers((mode,))
+
+
+def test_both_texts_are_compared(stack: Stack, client: Client, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", stack.orchestrator.http)
+    bench = Bench(stack, client, Report("bench peers", "float32", 1), Options(max_new_tokens=NEW))
+    questions, modes = [Question(tuple(range(30, 50)) * 2), Question((5, 6, 7, 8))], (LLAMA, "ngram-simple")
+    cells = [Cell(0.0, 6, 1), Cell(1.0, 6, 1)]
+    methods = ("plain", "single:self")
+    run_peers(bench, methods, modes, cells, questions, questions[:1], build(llama), Journal())
+    assert [row["method"] for row in bench.report.rows] == [*methods, *modes] * 2
+    assert [row["identical"] for row in bench.report.rows] == [2] * 6 + [0] * 2  # no verdict on their own draws
+    assert [round(row["tau"], 3) for row in bench.report.rows[2:4]] == [1.0, round((NEW - 1) / (NEW - 1 - ACCEPTED), 3)]
+    assert bench.report.rows[1]["tau"] > 1.5
+    assert bench.report.ok
+    assert bench.report.rows[2]["figures"]["all"]["over_llama.cpp"].value == pytest.approx(1.0)
+    assert "over_best_peer" in bench.report.rows[0]["figures"]["all"]
+    server, script = build(llama)
+    server.write_text(f"#!{sys.executable}\nraise SystemExit('no such option')")
+    with pytest.raises(Unavailable, match="did not start: no such option"):
+        run_peers(bench, methods, modes, cells, questions, (), (server, script), Journal())
+    script.write_text("raise SystemExit('no such model')")
+    with pytest.raises(InvalidField, match=f"does not convert {stack.spec.target}: no such model"):
+        run_peers(bench, methods, modes, cells, questions, (), (server, script), Journal())

@@ -27,9 +27,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_tiny_shape_is_measured_bare_and_through_the_services(
-    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_shape_is_measured_bare_and_in_services(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small: dict[str, Any] = {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1, "REPEATS": 3}
     small |= {"CELLS": {"cpu": ((1, 1, 16), (2, 5, 40))}, "COPIED": {"cpu": 1 << 20}, "GENERATED": 12}
     for name, value in small.items():

@@ -32,9 +32,7 @@ def asked(url: str, body: Any = None, token: str = "s3cret") -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_names_template_token_and_bounds_of_up_hold(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_template_token_and_bounds_hold(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template, ready = tmp_path / "chat.jinja", tmp_path / "ready.json"
     template.write_text(TEMPLATE)
     options = [*OPTIONS.split(), "--chat-template", str(template), "--log-dir", str(tmp_path / "logs")]

@@ -29,6 +29,7 @@ from coppice.testing.reference import Reference, TargetText
 from tests.stacks import up
 from tests.tiny import make_gguf, make_target
 
+COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
 NAME, TAG, COMMIT = "acme/tiny", "v1", "c0ffee" + 34 * "0"
 UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "original/model.safetensors", "consolidated.safetensors")
 PROMPT = (5, 80, 7, 80, 7, 80)
@@ -110,7 +111,7 @@ def hub(target: Path) -> Iterator[str]:
 
 def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(hub: str, target: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
-    command = [sys.executable, "-c", "from coppice.cli import main; main()", "up", NAME, "--revision", TAG]
+    command = [*COPPICE, "up", NAME, "--revision", TAG]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "COPPICE_"))}
     variables |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
     with (
@@ -132,7 +133,7 @@ def test_a_gguf_file_of_the_hub_is_served_by_the_end_of_its_name(target: Path, t
     folder.mkdir()
     for kind in ("Q8_0", "F32"):
         make_gguf(target, folder / f"tiny-{kind}.gguf", kind)
-    command = [sys.executable, "-c", "from coppice.cli import main; main()", "up", model]
+    command = [*COPPICE, "up", model]
     with serving(**{NAME: folder}) as hub:
         variables = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
         with up(command, ready, variables), Client(json.loads(ready.read_text())["address"]) as client:
@@ -144,9 +145,7 @@ def test_a_gguf_file_of_the_hub_is_served_by_the_end_of_its_name(target: Path, t
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_heads_get_the_shards_that_they_share_and_no_others(
-    sharded: bool, target: Path, hub: str, tmp_path: Path
-) -> None:
+def test_heads_get_the_shards_that_they_share_alone(sharded: bool, target: Path, hub: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(target, tmp_path / "repository"))
     FakeHub.folders = {NAME: folder}
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -155,7 +154,7 @@ def test_heads_get_the_shards_that_they_share_and_no_others(
         (folder / "model.safetensors").unlink()
     link = tmp_path / "models" / "target"
     for part in ("tokenizer", "heads", "all"):
-        run = [sys.executable, "-c", "from coppice.cli import main; main()", "fetch", NAME, "--revision", TAG]
+        run = [*COPPICE, "fetch", NAME, "--revision", TAG]
         variables = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / f"models/{part}")}
         FakeHub.fetched = set()
         done = subprocess.run([*run, "--part", part, "--link", link], env=variables, capture_output=True, text=True)

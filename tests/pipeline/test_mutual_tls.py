@@ -142,7 +142,7 @@ def test_the_page_asks_for_a_token_wherever_it_is_opened(stack: Stack) -> None:
         expect(field).to_be_visible()  # a token is kept by nobody
 
 
-def test_everything_goes_on_with_certificates_of_another_authority(
+def test_all_goes_on_by_other_certificates(
     stack: Stack, authority: Authority, reference: Reference, tmp_path: Path
 ) -> None:
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")

@@ -142,9 +142,7 @@ def all_closed(stack: Stack, role: str) -> bool:
     return sessions(stack, role, "opened") == sessions(stack, role, "closed")
 
 
-def test_every_head_registers_beside_its_verifier_and_one_certificate_serves_both(
-    stack: Stack, client: Client, reference: Reference
-) -> None:
+def test_heads_register_with_their_verifiers_certificate(stack: Stack, client: Client, reference: Reference) -> None:
     assert {"verifier-0", "verifier-1"} < set(stack.processes)
     assert not {"drafter-block", "drafter-mortal"} & set(stack.processes)
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
@@ -157,9 +155,7 @@ def test_every_head_registers_beside_its_verifier_and_one_certificate_serves_bot
         assert eventually(partial(all_closed, stack, role), 10)
 
 
-async def test_a_call_names_a_head_that_is_there_and_health_is_told_of_both_services(
-    stack: Stack, authority: Authority
-) -> None:
+async def test_a_call_names_a_head_and_health_is_told_of_both_services(stack: Stack, authority: Authority) -> None:
     for head in ("", "elsewhere"):
         with pytest.raises(InvalidField, match="block, mortal"):
             await described(stack, authority, VERIFIERS[0], head)
@@ -202,9 +198,7 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
     assert drained == client.generate(PROMPTS[1], **told).ids
 
 
-def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
-    stack: Stack, client: Client, reference: Reference
-) -> None:
+def test_a_request_outlives_a_verifier_with_its_heads(stack: Stack, client: Client, reference: Reference) -> None:
     for name in VERIFIERS:  # one of them has the session
         assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
         kill = partial(os.kill, stack.services[name].pid, signal.SIGKILL)
@@ -215,9 +209,7 @@ def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
         stack.restart(name)
 
 
-async def test_a_head_that_fails_fails_alone(
-    stack: Stack, client: Client, reference: Reference, authority: Authority
-) -> None:
+async def test_a_head_fails_alone(stack: Stack, client: Client, reference: Reference, authority: Authority) -> None:
     """The last test: afterwards the heads called mortal are dead."""
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
     texts_are_plains(client, reference, "single:mortal", [(FAILS, 1, 2)])

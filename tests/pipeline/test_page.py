@@ -257,9 +257,7 @@ def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_serious_stands_in_the_way_of_people_who_cannot_see_well(
-    browser: Browser, stack: Stack, axe: str, scheme: Any
-) -> None:
+def test_nothing_serious_hinders_who_cannot_see_well(browser: Browser, stack: Stack, axe: str, scheme: Any) -> None:
     with visiting(browser, f"http://{stack.orchestrator.http}/", color_scheme=scheme) as page:
         expect(page.locator("#model")).to_contain_text("float32")
         generate(page, tokens="16")

@@ -265,21 +265,6 @@ def test_texts_of_the_shipped_heads_are_generates_and_drafts_are_of_use(trained:
                     assert budget == 1 or answer.tau > 1.3, policy  # they were trained on such text
 
 
-def test_sampled_text_of_trained_heads_is_plains_and_coupling_guesses_it(trained: Stack) -> None:
-    gained = {True: 0.0, False: 0.0}
-    with Client(trained.address) as client:
-        for seed in range(2):
-            told = {"temperature": 1.0, "seed": seed, "max_new_tokens": 24, "ignore_eos": True}
-            plain = client.generate(CODE[0], policy="plain", **told)
-            for policy in ("merge", "route"):
-                assert client.generate(CODE[0], policy=policy, **told).ids == plain.ids
-            for coupled in (True, False):
-                answer = client.generate(CODE[0], policy="single:dspark-code", coupled=coupled, **told)
-                assert answer.ids == plain.ids
-                gained[coupled] += answer.tau
-    assert gained[True] > gained[False]
-
-
 # --- clients that are not the SDK: one that has the descriptor set alone, and the documented one for Node ---
 
 

@@ -123,9 +123,7 @@ async def chat(client: AsyncClient, choose: random.Random, texts: list[tuple[int
 
 
 @pytest.mark.timeout(600 * EFFORT)
-def test_many_chats_that_fork_and_end_anyhow_have_the_texts_of_chats_that_share_nothing(
-    stack: Stack, reference: Reference
-) -> None:
+def test_chats_that_fork_say_what_chats_that_share_nothing_do(stack: Stack, reference: Reference) -> None:
     """Verifiers are killed meanwhile; KV in use is 0 in the end."""
     texts = {name: [random_ids(random.Random(name), 200)] for name in CLIENTS}
     answers: list[Completion] = []

@@ -189,9 +189,7 @@ def traced_stack(target: Path, endpoint: str, logs: Path) -> AbstractContextMana
     return serving(logs, target, HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"), extra=extra)
 
 
-def test_a_request_is_one_trace_through_every_process(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_one_trace_everywhere(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with collecting() as (collector, endpoint):
         with traced_stack(target, endpoint, tmp_path / "logs") as stack:

@@ -218,9 +218,7 @@ async def test_a_pool_follows_its_load_up_and_down_and_the_other_stays(cluster: 
 
 @pytest.mark.parametrize("name", ["drafter-near", "verifier"])
 @pytest.mark.parametrize("whom", ["process", "actor"])
-async def test_what_is_killed_is_replaced_and_no_request_fails(
-    cluster: Cluster, address: str, name: str, whom: str
-) -> None:
+async def test_what_is_killed_is_replaced_unnoticed(cluster: Cluster, address: str, name: str, whom: str) -> None:
     plain = await plain_answers(address, await asyncio.to_thread(questions, address, 2), NEW)
     (before,) = cluster.services(name)
     async with Load(address, plain, 2, "single:near") as load:

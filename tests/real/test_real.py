@@ -111,9 +111,7 @@ def struck(stack: dict[str, Any], name: str, client: Client, ids: tuple[int, ...
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_the_text_is_transformers_own_under_every_policy(
-    name: str, temperature: float, client: Client, reference: Reference
-) -> None:
+def test_every_text_is_transformers_own(name: str, temperature: float, client: Client, reference: Reference) -> None:
     ids, sampling = reference.text.encode(PROMPTS[name]), SamplingParams(temperature=temperature, seed=3)
     texts = answers(client, ids, sampling)
     assert len(texts) > 4
@@ -150,9 +148,7 @@ def test_streams_pieces_and_log_probs_are_the_text(client: Client, http: openai.
         assert (cut.text, cut.finish_reason) == (answer.text[: answer.text.index(stop)], "stop")
 
 
-def test_chats_go_through_the_template_of_the_command_line(
-    client: Client, http: openai.OpenAI, folder: Path, reference: Reference
-) -> None:
+def test_chats_go_through_a_template(client: Client, http: openai.OpenAI, folder: Path, reference: Reference) -> None:
     messages: Any = [{"role": "user", "content": "Say «ᛗᛁᚾ» in English, please."}]
     tokenizer = AutoTokenizer.from_pretrained(folder, chat_template=TEMPLATE.read_text())
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -175,17 +171,13 @@ def test_a_prompt_that_came_before_is_not_computed_again(client: Client, referen
 
 
 @pytest.mark.parametrize("name", ["drafter-dspark", "drafter-lookup", "verifier"])
-def test_an_answer_outlives_what_is_killed_under_it(
-    name: str, stack: dict[str, Any], client: Client, reference: Reference
-) -> None:
+def test_answers_outlive_what_is_killed(name: str, stack: dict[str, Any], client: Client, reference: Reference) -> None:
     ids = reference.text.encode(PROMPTS["code"])
     assert reference.judge(ids, struck(stack, name, client, ids), SamplingParams()) == "identical"
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_bfloat16_is_served_without_a_setting_and_one_text_with_invariant(
-    invariant: bool, file: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_bfloat16_is_one_text_with_invariant(invariant: bool, file: Path, folder: Path, tmp_path: Path) -> None:
     variables = {"COPPICE_VERIFIER__INVARIANT": "true"} if invariant else {}
     reference = Reference(folder, "bfloat16")
     with served(file, tmp_path, "--dtype", "bfloat16", **variables) as stack, Client(stack["address"]) as client:

@@ -281,9 +281,7 @@ async def test_a_holder_that_hangs_is_succeeded_and_knows(redis: LocalRedis) -> 
         await asyncio.wait_for(first.keep(), LATE_S)
 
 
-async def test_nobody_has_it_without_redis_and_a_holder_goes_on_behind_unless_somebody_else_had_it(
-    redis: LocalRedis,
-) -> None:
+async def test_without_redis_nobody_has_it_and_a_holder_goes_on_unless_another_had_it(redis: LocalRedis) -> None:
     first = lease_of(redis)
     redis.stop()
     assert not await first.take()

@@ -206,9 +206,7 @@ def all_current(status: pb.HeadStatus) -> bool:
     return all(replica.current for replica in status.replicas)
 
 
-async def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven_and_can_be_taken_back(
-    tmp_path: Path,
-) -> None:
+async def test_a_variant_reaches_every_replica_is_proven_and_can_be_taken_back(tmp_path: Path) -> None:
     early, late = Drafter(), Drafter()
     async with rig_of(tmp_path, [early]) as rig:
         assert rig.loop.demand == "texts"
@@ -232,9 +230,7 @@ async def test_a_variant_reaches_every_replica_and_one_that_comes_late_is_proven
         assert early.live.hash == late.live.hash == FIRST.hash
 
 
-async def test_a_variant_that_is_slower_drafts_for_no_more_than_its_first_share_and_is_taken_back(
-    tmp_path: Path,
-) -> None:
+async def test_a_variant_that_is_slower_drafts_for_its_first_share_and_is_taken_back(tmp_path: Path) -> None:
     async with rig_of(tmp_path) as rig:
         shares = set[float]()
 
@@ -248,9 +244,7 @@ async def test_a_variant_that_is_slower_drafts_for_no_more_than_its_first_share_
 
 
 @pytest.mark.parametrize("learner", [Learner(after=2.0), Learner(error=FloatingPointError("not finite"))])
-async def test_an_update_that_held_out_texts_do_not_show_or_that_fails_is_thrown_away(
-    tmp_path: Path, learner: Learner
-) -> None:
+async def test_an_update_that_fails_or_is_no_better_is_thrown_away(tmp_path: Path, learner: Learner) -> None:
     async with rig_of(tmp_path, learner=learner) as rig:
         status = await rig.until(lambda now: learner.updates and now.doing == "idle", rig.ask)
         assert (status.changes, status.version) == ([], 0)
@@ -290,7 +284,7 @@ async def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it
         assert drafter.live.hash == again.weights_hash != after.weights_hash
         assert drafter.live.version > after.version  # earlier values under a new number
         await rig.stop()
-        (tmp_path / FILE).write_bytes(b"{")
+        (tmp_path / FILE).write_text('{"live": "many", "positions": {"queries": "$"}}')
         await rig.restart()
         empty = await rig.until(all_current)
         assert (empty.queries, empty.paused) == (0, False)
@@ -329,9 +323,7 @@ async def test_versions_that_drafters_make_up_are_remembered_by_nobody(tmp_path:
         assert str(1 << 52)[:10] not in (tmp_path / FILE).read_text()
 
 
-async def test_weights_that_somebody_else_pushed_are_replaced_and_a_drafter_that_lies_harms_no_other(
-    tmp_path: Path,
-) -> None:
+async def test_weights_of_others_are_replaced_and_a_drafter_that_lies_harms_no_other(tmp_path: Path) -> None:
     liar, honest = Liar(FIRST.changed({"fc.weight": torch.zeros(4)}, 40)), Drafter()
     async with rig_of(tmp_path, [liar, honest], policy="always") as rig:
         await rig.until(lambda now: now.version > 0 and honest.live.version == now.version, rig.query)

@@ -120,9 +120,7 @@ def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, target: Path, tmp_path:
 
 @pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize(("sessions", "name"), [(1, "greedy"), (12, "mixed")])
-def test_a_draft_takes_one_copy_each_way_for_every_forward(
-    kind: str, sessions: int, name: str, target: Path, tmp_path: Path
-) -> None:
+def test_drafts_copy_once_each_way_a_forward(kind: str, sessions: int, name: str, target: Path, tmp_path: Path) -> None:
     """The features of all sessions are in the first one."""
     samplings = [SAMPLINGS[name][-1 - at % len(SAMPLINGS[name])] for at in range(sessions)]
     with pretending() as counts:

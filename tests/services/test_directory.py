@@ -89,9 +89,7 @@ async def test_names_are_looked_up_again_and_again() -> None:
             assert told[-1] == tuple(addresses)
 
 
-async def test_replicas_register_while_they_run_also_in_a_registry_that_was_away(
-    redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_register_where_a_registry_was_away(redis: LocalRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coppice.rpc.directory.LEASE_S", 0.6)
     monkeypatch.setattr("coppice.rpc.directory.POLL_S", 0.1)
     leaving, where = asyncio.Event(), Registry(redis.url, "drafter", "block")

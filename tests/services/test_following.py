@@ -83,9 +83,7 @@ async def talking(verifier: Service, truth: list[int]) -> AsyncIterator[Talk]:
         session.call.cancel()
 
 
-async def test_a_draft_is_begun_when_the_verifier_commits_and_the_question_only_confirms_it(
-    verifier: Service, truth: list[int]
-) -> None:
+async def test_a_draft_begins_when_the_verifier_commits_unasked(verifier: Service, truth: list[int]) -> None:
     async with talking(verifier, truth) as talk:
         for length in (3, 0, 2):
             before = len(talk.head.jobs)
@@ -98,9 +96,7 @@ async def test_a_draft_is_begun_when_the_verifier_commits_and_the_question_only_
             assert len(talk.head.jobs) == before + 1
 
 
-async def test_a_head_that_is_not_asked_drafts_no_further_and_has_the_features_when_it_is(
-    verifier: Service, model: Any, truth: list[int]
-) -> None:
+async def test_a_head_that_is_not_asked_drafts_no_further(verifier: Service, model: Any, truth: list[int]) -> None:
     async with talking(verifier, truth) as talk:
         at = await talk.verify([])
         await until(lambda: talk.drafted()[-1] == talk.now())
@@ -152,9 +148,7 @@ async def asked_once(feeder: Feeder, head: Recorder) -> AsyncIterator[DrafterCli
     ],
     ids=["ids", "root", "hash", "position"],
 )
-async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_wrong_tree_is_sent(
-    lie: Commit, ends: bool
-) -> None:
+async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_text(lie: Commit, ends: bool) -> None:
     feeder, head = Holder(), Recorder(truth=list(range(100)))
     feeder.commits = [lie]
     async with asked_once(feeder, head) as client:
@@ -174,7 +168,7 @@ async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_wrong_tr
     [(True, False, [5], 1), (False, False, [5, 6], 2), (False, True, [5], 1)],
     ids=["before its commit", "a stream that ends meanwhile", "rows that came before the end"],
 )
-async def test_a_step_has_its_rows_of_the_stream_that_there_is_or_of_another_one(
+async def test_a_step_has_rows_of_this_stream_or_another(
     hangs: bool, early: bool, ids: list[int], followed: int
 ) -> None:
     feeder, head = Holder(hangs=hangs), Recorder(truth=list(range(100)))
@@ -244,7 +238,7 @@ async def ending(stub: Any, features: Features | None) -> tuple[grpc.StatusCode,
     return await status_of(call)
 
 
-async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_is_opened_again(
+async def test_a_head_gets_the_hidden_states_and_again_when_it_is_reopened(
     verifier: Service, model: Any, truth: list[int]
 ) -> None:
     head = Recorder()

@@ -94,9 +94,7 @@ async def drafters_of(*heads: Recorder, ports: Sequence[int] = ()) -> AsyncItera
         ]
 
 
-async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_own(
-    orchestrators: Orchestrators, model: Any, truth: list[int]
-) -> None:
+async def test_heads_of_other_layers_get_their_own(orchestrators: Orchestrators, model: Any, truth: list[int]) -> None:
     heads = [Recorder(layers=layers, truth=truth) for layers in ((4,), (5, 0, 3, 1, 2), LAYERS, ())]
     async with drafters_of(*heads) as (one, five, three, none):
         named = {"one": one, "five": five, "three": three, "none": none}
@@ -154,22 +152,6 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
         beside.check(model, 0)
 
 
-async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_once(
-    orchestrators: Orchestrators, model: Any, truth: list[int]
-) -> None:
-    port = free_port()
-    head = Recorder(truth=truth)
-    absent = SimpleNamespace(address=f"127.0.0.1:{port}")
-    async with orchestrators.over(200, reader=absent) as running, drafter_of(head, port=port):
-        await asyncio.sleep(2.5)  # it was not there when the orchestrator first asked
-        head.gate.clear()
-        assert await text_of(running.client, head.gate) == truth[len(IDS) :][:440]
-    for seen in head.seen:
-        assert seen.features[0] is not None
-        seen.check(model, 0)
-    assert head.seen[0].features[1].count > 4
-
-
 async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused_where_that_is_known(
     start_service: StartService, tmp_path: Path
 ) -> None:
@@ -218,9 +200,7 @@ async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> 
         assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})
 
 
-async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_one_does_not(
-    orchestrators: Orchestrators, truth: list[int]
-) -> None:
+async def test_a_head_far_below_its_promise_raises_the_alarm(orchestrators: Orchestrators, truth: list[int]) -> None:
     honest, wrong, useless = (Recorder(layers=(), truth=text) for text in (truth, *[[0] * len(truth)] * 2))
     for head in (honest, wrong):
         head.description = replace(head.description, expected_acceptance=(0.75, 0.5))
@@ -326,9 +306,7 @@ class Wrong(Recorder):
         return make_tree([(right, 0, -0.1), ((second + 1) % 96, 1, -0.2), ((second + 2) % 96, 1, -0.3)])
 
 
-async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
-    orchestrators: Orchestrators, truth: list[int]
-) -> None:
+async def test_each_rejection_is_told_once_with_adaptation_on(orchestrators: Orchestrators, truth: list[int]) -> None:
     head, blind = Wrong(truth=truth), Wrong(layers=(), truth=truth)
     text = truth[len(IDS) :][:SOME]
     with LocalRedis() as redis:

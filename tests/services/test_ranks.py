@@ -126,9 +126,7 @@ def test_what_this_machine_has_not_is_refused_in_a_line(target: Path) -> None:
             check_devices(settings(target, **more))
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_its_extra(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "find_spec", lambda name: None)
     with pytest.raises(
         InvalidField, match=r"verifier.ranks: 2 ranks need the package accelerate.*pip install '\.\[ranks\]'"

@@ -166,9 +166,7 @@ async def refused(dialer: Dialer, address: str, method: str = "DrafterService.De
         assert (await ended(channel, SERVICES[service].methods_by_name[name]))[0] == "UNAVAILABLE"
 
 
-async def test_plaintext_strangers_and_servers_of_another_name_do_not_connect(
-    authority: Authority, other: Authority
-) -> None:
+async def test_plaintext_strangers_and_servers_of_other_names_fail(authority: Authority, other: Authority) -> None:
     async with served("DrafterService", authority.tls("drafter")) as address:
         await refused(Dialer(), address)
         await refused(authority.dialer(), address)  # without a certificate
@@ -208,9 +206,7 @@ async def test_health_answers_without_a_certificate_on_its_port_and_to_any_conne
             assert await channel.unary_unary(check)(b"", timeout=5).code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_rotated_certificates_are_used_without_a_restart(
-    other: Authority, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_rotated_certificates_need_no_restart(other: Authority, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The authority too. A stream that is open lives on, its channel's next call takes a new connection."""
     authority = Authority(tmp_path_factory.mktemp("rotated"))
     before = Authority(tmp_path_factory.mktemp("before"))
@@ -248,9 +244,7 @@ class Held:
             yield drafter_pb2.DraftResponse()
 
 
-async def test_sessions_after_a_rotation_are_on_another_connection(
-    other: Authority, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_rotation_opens_another_connection(other: Authority, tmp_path_factory: pytest.TempPathFactory) -> None:
     authority = Authority(tmp_path_factory.mktemp("rotated"))
 
     async def answered(call: Any) -> int:
@@ -373,9 +367,7 @@ async def test_health_asks_for_no_token_and_takes_no_place_that_others_need(door
         assert (await stub.Check(asked)).status == serving
 
 
-async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
-    door: Door, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_only_the_right_token_is_answered_without_reason(door: Door, capfd: pytest.CaptureFixture[str]) -> None:
     async with served("GenerationService", TlsSettings(), door.echo, door.tokens) as address:
         for token in (TOKEN, OTHER):
             assert await described(address, token) == "echo"
@@ -486,9 +478,7 @@ def test_tokens_cross_no_network_in_clear(door: Door) -> None:
         Client("127.0.0.1:1", dialer=Dialer(token="a\nb"))
 
 
-async def test_a_client_takes_certificates_and_token_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, authority: Authority, door: Door
-) -> None:
+async def test_clients_read_the_environment(monkeypatch: pytest.MonkeyPatch, authority: Authority, door: Door) -> None:
     def described_blocking() -> str:
         with Client(address) as client:
             with pytest.raises(NotFound):

@@ -149,9 +149,7 @@ def test_every_tree_that_a_graph_has_rows_for_fits_in_it() -> None:
             assert bucket.holds(Bucket(bucket.rows, sessions, deepest, 8, bucket.rows))
 
 
-def test_what_cannot_be_recorded_is_run_and_the_reason_is_given(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_recorded_is_run(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(llama)
     runs, batch = steps_of(engine), some_batch(engine, 3)
 
@@ -207,9 +205,7 @@ def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_replay_what_their_steps_compute(
-    dtype: torch.dtype, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_replay_their_steps(dtype: torch.dtype, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     engine = engine_of(llama.to("cuda", dtype))
     assert engine.capture() == ""

@@ -38,18 +38,10 @@ from tests.sessions import (
     values,
     verifying,
 )
-from tests.tiny import make_target
 
 LAYERS, MAX_LEN = 6, 1024
 SERVICE = "coppice.v1.VerifierService"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    return make_target(folder, VOCAB, layers=LAYERS, hidden=64, max_len=MAX_LEN, tokenizer=False)
-
-
+TINY_TARGET = {"vocab": VOCAB, "layers": LAYERS, "hidden": 64, "max_len": MAX_LEN, "tokenizer": False}
 SMALL = ("--verifier.kv_tokens", "520", "--limits.queue_s", "0.4", "--verifier.prune", "false")
 WINDOW = {"TEST_CONSTANTS": "services.verifier.features.FEATURE_WINDOW=16"}
 
@@ -107,9 +99,7 @@ def hopeless(good: Sequence[int]) -> DraftTree:
     return DraftTree.chain(good, [-800.0] * len(good))
 
 
-async def test_nodes_that_promise_nothing_are_not_verified_and_plain_steps_cost_less(
-    start_service: StartService, target: Path, model: Any
-) -> None:
+async def test_nodes_of_no_promise_are_not_verified(start_service: StartService, target: Path, model: Any) -> None:
     service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
     good = continuation(model, IDS, 20)
     async with verifying(service) as stub:
@@ -127,9 +117,7 @@ async def test_nodes_that_promise_nothing_are_not_verified_and_plain_steps_cost_
         assert any(whole.plain_ns < whole.forward_ns for whole in wholes)  # not all were held up
 
 
-async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_lose_none(
-    verifier: Service, small: Service, model: Any
-) -> None:
+async def test_whole_trees_and_sampled_nodes_are_not_pruned(verifier: Service, small: Service, model: Any) -> None:
     good = continuation(model, IDS, 9)
     async with verifying(verifier) as stub, verifying(small) as plain_stub:
         await until_idle(plain_stub)
@@ -209,9 +197,7 @@ async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: S
 COLUMNS = (0, 1, 2, 3, 4, 5, 3, 3)  # wide rows, so that a prompt takes more than a chunk
 
 
-async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_states(
-    verifier: Service, model: Any
-) -> None:
+async def test_a_prompts_features_come_in_chunks_and_are_the_hidden_states(verifier: Service, model: Any) -> None:
     prompt = random.Random(1).choices(range(VOCAB), k=700)
     async with verifying(verifier) as stub:
         client = await VerifierClient(stub, "long", prompt, feature_layers=COLUMNS).open()
@@ -233,37 +219,22 @@ def tree(tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[floa
     return DraftTree(np.array(tokens), np.array(parents), np.array(log_probs, np.float32))
 
 
-BAD_OPENS = {
-    "open.ids: token id": {"ids": [1, VOCAB]},
-    "open.max_len": {"max_len": MAX_LEN + 1},
-    "open.feature_layers": {"feature_layers": (LAYERS,)},
-}
-BAD_TREES = {
-    "step.tree.tokens": tree([VOCAB], [0], [-1]),
-    "step.tree.parents": tree([1, 1], [2, 1], [-1, -1]),
-    "step.tree.log_probs": tree([1], [0], [float("nan")]),
-    "step.tree": tree([1, 2], [0], [-1, -1]),
-}
-
-
 async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
+    """A field of an opening, of a tree and of a step, as examples: tests/unit/test_wire.py has all of them."""
+    q_rows = np.zeros((1, VOCAB), np.float32)
     async with verifying(verifier) as stub:
-        for field, changes in BAD_OPENS.items():
-            with pytest.raises(InvalidField, match=rf"^{field}"):
-                await VerifierClient(stub, **changes).open()
+        with pytest.raises(InvalidField, match=r"^open\.feature_layers"):
+            await VerifierClient(stub, feature_layers=(LAYERS,)).open()
         other = await VerifierClient(stub, "other").open()
-        for field, bad in BAD_TREES.items():
-            client = await VerifierClient(stub, field).open()
-            with pytest.raises(InvalidField, match=rf"^{field}: "):
-                await client.verify(bad)
-            await other.verify()
-        for changes, why in [
-            ({"root": VOCAB}, r"^step\.root"),
-            ({"tree": DraftTree.chain([1], [-1.0]), "q_rows": np.zeros((1, VOCAB), np.float32)}, r"^step\.q_rows"),
-        ]:
+        for field, changes in {
+            "step.tree.parents: ": {"tree": tree([1, 1], [2, 1], [-1, -1])},
+            "step.root": {"root": VOCAB},
+            "step.q_rows": {"tree": tree([1], [0], [-1]), "q_rows": q_rows},
+        }.items():
             client = await VerifierClient(stub, "bad").open()
-            with pytest.raises(InvalidField, match=why):
+            with pytest.raises(InvalidField, match=f"^{field}"):
                 await client.verify(**changes)
+            await other.verify()
         made = len(other.committed) - len(IDS)
         assert other.committed[len(IDS) :] == continuation(model, IDS, made)
 
@@ -295,9 +266,7 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once_and_one_as_larg
         assert verdict.verified == (1,)  # there is room for the root and one node
 
 
-async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes_and_the_verdict_says_which(
-    small: Service, model: Any
-) -> None:
+async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes(small: Service, model: Any) -> None:
     good = continuation(model, IDS, 5)
     async with verifying(small) as stub:
         await until_idle(stub)
@@ -345,9 +314,7 @@ async def test_kv_is_free_again_however_a_session_ends(verifier: Service) -> Non
 # The process.
 
 
-async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_sessions(
-    start_service: StartService, target: Path
-) -> None:
+async def test_health_follows_readiness_and_sigterm_ends_sessions(start_service: StartService, target: Path) -> None:
     """One process from its start to its end."""
     port, health = free_port(), free_port()
     flags = ["--server.port", str(port), "--server.health_port", str(health), "--verifier.threads", "1"]

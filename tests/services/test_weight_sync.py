@@ -15,8 +15,7 @@ import pytest
 from coppice.errors import InvalidField, Overloaded
 from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import drafter_pb2
-from coppice.wire.common import Features
-from coppice.wire.drafter import TreeDelta, weights_to_wire
+from coppice.wire.drafter import weights_to_wire
 from services.adapter.loop import DrafterLink
 from tests.processes import Service, StartService
 from tests.pushes import Case, Push, altered, matrix_of
@@ -60,22 +59,6 @@ async def at_version_2(drafter: Service, case: Case) -> AsyncIterator[DrafterLin
 async def state(replica: DrafterLink) -> tuple[int, bytes]:
     head = await replica.describe()
     return head.weights_version, head.weights_hash
-
-
-class Client(DrafterClient):
-    """A session over a text with features."""
-
-    def __init__(self, stub: Any, text: Text, length: int, features: Features) -> None:
-        """features: where those of the text come from."""
-        super().__init__(stub, text.ids[:length], features=features)
-        self.text = text
-
-    async def next(self, commit: int) -> TreeDelta:
-        """Commit some ids of the text and draft behind them."""
-        at = len(self.committed)
-        ids = self.text.ids[at : at + commit]
-        await self.send(self.text.ids[at + commit], ids, 40)
-        return await self.tree()
 
 
 async def test_other_bytes_and_messages_out_of_order_are_refused(drafter: Service, case: Case) -> None:
@@ -129,9 +112,10 @@ async def test_many_pushes_while_sessions_draft_lose_no_step(drafter: Service, c
     async def drafting(stub: Any, seed: int) -> None:
         text, newest = Text.random(3000, seed), 0
         async with fed(text.inline(0, 3000)) as features:
-            client = await Client(stub, text, 12, features).open()
+            client = await DrafterClient(stub, text.ids[:12], features=features).open()
             while not ended.is_set() and len(client.committed) < 2990:
-                delta = await asyncio.wait_for(client.next(1 + seed % 3), 20)
+                at, end = len(client.committed), len(client.committed) + 1 + seed % 3
+                delta = await asyncio.wait_for(client.draft(text.ids[end], text.ids[at:end], 40), 20)
                 assert delta.last
                 assert len(delta.nodes) > 0
                 assert np.isfinite(delta.nodes.log_probs).all()

@@ -1,5 +1,5 @@
 """Parts of the adapter that need no process: updates change what their arm may change, no more, and the same again;
-versions and state on disk are whole or refused; texts wait for their query.
+versions on disk are whole or refused; texts wait for their query.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from coppice.adaptation.signals import Sample
 from coppice.adaptation.weights import Weights, variant_name
-from coppice.client.adapter import plain
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import load_head, save_head
 from coppice.training.losses import Targets
-from coppice.v1 import adapter_pb2 as pb
 from services.adapter.decide import UPDATES, Arm
 from services.adapter.learn import SAMPLES, Groups, Learner, Pace
-from services.adapter.state import FILE, VERSIONS, State, Versions
+from services.adapter.state import VERSIONS, Versions
+from tests.services.test_signal_stream import sample
 from tests.unit.test_feature_heads import VOCAB, save_random
-from tests.unit.test_records import sample
 
 KINDS = ("specblock", "eagle3", "dspark")
 HEADS_OWN = {
@@ -72,9 +70,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("arm", UPDATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_lengthens_drafts_and_changes_what_its_arm_may_change(
-    kind: str, arm: Arm, learners: dict[str, Learner]
-) -> None:
+def test_an_update_lengthens_drafts_by_what_its_arm_is(kind: str, arm: Arm, learners: dict[str, Learner]) -> None:
     learner = learners[kind]
     texts = circles(learner)
     result, tensors = learner.learn(arm, {}, texts[:12], texts[12:])
@@ -111,9 +107,7 @@ def test_the_penalty_holds_a_head_near_the_deployed_one(kind: str, learners: dic
 
 
 @pytest.mark.parametrize("arm", UPDATES)
-def test_an_update_that_is_not_finite_is_refused_and_spoils_none_after_it(
-    arm: Arm, learners: dict[str, Learner]
-) -> None:
+def test_an_update_that_is_not_finite_is_refused_without_a_trace(arm: Arm, learners: dict[str, Learner]) -> None:
     learner = learners["specblock"]
     texts = circles(learner)
     expected = learner.learn(arm, {}, texts, [])[1]
@@ -192,35 +186,7 @@ def test_damaged_versions_and_those_of_another_head_are_refused(tmp_path: Path) 
         other.load(1)
 
 
-# --- what outlives the process, texts until they are learnt from, and what people are shown ---
-
-STATUS = pb.HeadStatus(
-    head="a",
-    paused=True,
-    version=3,
-    weights_hash=bytes(range(32)),
-    actions=[pb.ActionStatus(action="head"), pb.ActionStatus(action="full", value=0.0, updates=2)],
-    replicas=[pb.ReplicaStatus(address="x:1", reachable=True, current=True), pb.ReplicaStatus(address="x:2")],
-    kinds=[pb.KindStatus(kind=1, queries=40, tau=1.8, variant=2, share=0.5, gain=0.25, error=0.125, measured=9)],
-    versions=[pb.VersionStatus(version=0, queries=3, tau=1.5), pb.VersionStatus(version=3, queries=2, tau=2.5)],
-    history=[pb.QueryPoint(query=1, tau=2.0, action="skip"), pb.QueryPoint(query=2, tau=2.5, version=0, action="full")],
-    changes=[pb.Change(query=2, what="full", version=3, train_s=1.5, sync_s=0.25, why="loss 2 to 1")],
-)
-
-
-def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Path) -> None:
-    state = State.load(tmp_path)
-    state.paused, state.live = True, state.next_number()
-    state.bandit.queries = state.paper.queries = 7
-    state.changes, state.history = plain(STATUS)["changes"], plain(STATUS)["history"]
-    state.positions["queries"] = "17-2"
-    state.save()
-    again = State.load(tmp_path)
-    assert again.model_dump() == state.model_dump()
-    assert (again.newest, again.bandit.queries, again.history[0]["version"]) == (1, 7, None)
-    for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
-        (tmp_path / FILE).write_text(damaged)
-        assert State.load(tmp_path).model_dump() == State().model_dump()
+# --- texts until they are learnt from ---
 
 
 def test_texts_join_the_group_that_their_query_is_of_and_some_are_held_out() -> None:

@@ -1,15 +1,21 @@
-"""Models on one thread, each of whose batches waits for the sessions that are usually back in time."""
+"""Models on one thread, whose batches wait for sessions that are usually back in time, and how large they may be."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Collection, Hashable
+from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coppice.engine.batching import BatchingThread, Rejoin
+from coppice.speculation.tree import DraftTree, path_scores, prune
+from services.verifier.budget import CostCurve, Profile, share
 
 NONE_SUCH = -1
 
@@ -149,3 +155,104 @@ def test_a_session_without_a_past_is_waited_for_and_one_that_closed_or_was_left_
     rejoin.answered(["new"], 1.4)
     assert rejoin.missing({"old"}, 1.5)
     assert not rejoin.missing({"new"}, 1.5)  # "old" was not in the last batch
+
+
+# --- the budget from measurement: the cut is the best there is, and the cost curve follows what forwards take ---
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> list[DraftTree]:
+    """One to three trees of eight nodes in all, scores in any order a calibration may bring about."""
+    trees = []
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.integers(0, 8 - sum(map(len, trees))))
+        parents = [draw(st.integers(0, node)) for node in range(size)]
+        scores = [draw(st.floats(-6, 0, width=16)) for _ in range(size)]
+        trees.append(DraftTree(np.arange(size), np.array(parents, np.int64), np.array(scores, np.float32)))
+    return trees
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> CostCurve:
+    points = {rows: draw(st.floats(0.001, 0.1)) for rows in draw(st.sets(st.integers(1, 12), min_size=1, max_size=4))}
+    return CostCurve(points)
+
+
+def closed_subsets(tree: DraftTree) -> list[tuple[int, ...]]:
+    """Every set of nodes that holds all ancestors of its nodes, by number."""
+    numbers = range(1, len(tree) + 1)
+    found = []
+    for size in range(len(tree) + 1):
+        for nodes in combinations(numbers, size):
+            held = {0, *nodes}
+            if all(int(tree.parents[node - 1]) in held for node in nodes):
+                found.append(nodes)
+    return found
+
+
+def best_rate(trees: list[DraftTree], rows: int, gain: float, curve: CostCurve) -> float:
+    """The most expected tokens a second of any cut: every combination of every tree's closed sets, one by one."""
+    options = {(0, 0.0)}
+    for tree in trees:
+        chances = np.exp(path_scores(tree)).tolist()
+        sums = {(len(nodes), sum(chances[node - 1] for node in nodes)) for nodes in closed_subsets(tree)}
+        options = {(n + m, g + h) for n, g in options for m, h in sums}
+    return max((gain + g) / curve([rows + n])[0] for n, g in options)
+
+
+@given(packed(), st.integers(1, 3), curves())
+def test_no_cut_promises_more_tokens_a_second(trees: list[DraftTree], rows: int, curve: CostCurve) -> None:
+    scores = [path_scores(tree) for tree in trees]
+    budgets = share(scores, rows, float(rows), curve)
+    kept = [prune(tree, budget)[1] for tree, budget in zip(trees, budgets, strict=True)]
+    promised = sum(float(np.exp(found[nodes - 1]).sum()) for found, nodes in zip(scores, kept, strict=True))
+    rate = (rows + promised) / curve([rows + sum(budgets)])[0]
+    assert rate == pytest.approx(best_rate(trees, rows, float(rows), curve))
+
+
+def linear(fixed: float, per_row: float) -> CostCurve:
+    return CostCurve({rows: fixed + per_row * rows for rows in (1, 16, 256)})
+
+
+def test_a_curve_meets_its_points_never_falls_and_goes_on_behind_them() -> None:
+    curve = CostCurve({1: 0.010, 4: 0.009, 16: 0.014, 32: 0.022})
+    assert curve([1, 4, 16, 32]) == pytest.approx([0.010, 0.010, 0.014, 0.022])
+    assert curve([24, 48]) == pytest.approx([0.018, 0.030])
+    assert (np.diff(curve(range(1, 100))) >= 0).all()
+    assert CostCurve({8: 0.5})([100]) == [0.5]
+
+
+def test_a_curve_follows_what_forwards_take_where_they_are_and_elsewhere_a_little() -> None:
+    curve = linear(0.01, 0.0001)
+    before = curve([1, 16, 256])
+    curve.observe(1, 60.0)  # a stall
+    assert all(now < 1.2 * then for now, then in zip(curve([1, 16, 256]), before, strict=True))
+    for _ in range(200):
+        curve.observe(16, 0.03)
+        curve.observe(256, before[2])
+    assert curve([16, 256]) == [pytest.approx(0.03, rel=0.05), pytest.approx(before[2], rel=0.3)]
+
+
+def test_a_hint_is_of_the_load_and_comes_back_when_the_load_goes() -> None:
+    profile = Profile()
+    price = linear(0.01, 0.001)
+    assert profile.hint(1, 1, price) is None
+    for _ in range(50):
+        profile.observe(np.log([0.5, 0.3, 0.2, 0.05]))
+    assert profile.hint(1, 1, linear(0.01, 0.0)) is None
+    assert profile.hint(64, 64, price) == 0
+    profile.observe(np.log([0.5]))  # smaller trees, as hinted, say nothing of the rest
+    assert profile.hint(2, 2, price) == 2  # 167, 214, 225, 222 tokens a second with 0 to 3 nodes each
+    assert profile.hint(1, 1, linear(0.01, 0.0)) is None
+
+
+def test_a_hint_that_worse_trees_made_small_grows_again() -> None:
+    profile, price = Profile(), linear(0.01, 0.002)
+    for _ in range(100):
+        profile.observe(np.log([0.3, 0.05, 0.01, 0.01]))
+    small = profile.hint(1, 1, price)
+    assert small == 1
+    for _ in range(200):
+        asked = profile.hint(1, 1, price) or 4
+        profile.observe(np.log([0.9, 0.8, 0.7, 0.6][:asked]))
+    assert profile.hint(1, 1, price) is None  # all four pay

@@ -152,9 +152,7 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
     assert torch.allclose(final[:, :end], model.model(texts[:1, :end]).last_hidden_state, rtol=0.02, atol=0.02)
 
 
-def test_what_a_disk_has_no_room_for_is_refused_before_the_target_is_loaded(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_disk_has_no_room_for_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**27))
     with pytest.raises(InvalidField, match=r"^--lessons: .* would take 0\.[2-9] GiB more, and its disk has 0\.1 free$"):
         record_answers([f"words={place}/words.txt"], place / "target", tmp_path, AnswerPlan(1_200_000))
@@ -219,9 +217,7 @@ def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: P
         ("markov=8", "markov is no field of a dspark head that training can choose"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused_before_anything_is_recorded(
-    shape: str, reason: str, place: Path, tmp_path: Path
-) -> None:
+def test_a_shape_that_does_not_fit_is_refused_at_once(shape: str, reason: str, place: Path, tmp_path: Path) -> None:
     flags = ["head", "--kind", "dspark", "--shape", shape, "--target", str(place / "target"), "--tokens", "1024"]
     ended = CliRunner().invoke(train, [*flags, "--data", f"words={place}/words.txt", "--out", str(tmp_path / "head")])
     assert str(ended.exception) == f"--shape: {reason}"

@@ -110,9 +110,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
 
 @pytest.mark.parametrize("name", CONFIGURED)
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
-def test_a_configured_head_drafts_what_its_definition_says(
-    name: str, layout: str, target: Path, tmp_path: Path
-) -> None:
+def test_configured_heads_draft_by_their_definition(name: str, layout: str, target: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     config, tensors = eagle3() if layout == "eagle3" else eagle3_of_speculators()
     change, switches = CONFIGURED[name]

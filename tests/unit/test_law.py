@@ -49,9 +49,7 @@ def test_a_rule_that_accepts_nodes_independently_is_caught() -> None:
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda params: f"T={params.temperature:g}")
-def test_a_bias_of_one_percentage_point_is_found_at_the_counts_of_the_proof_and_none_is_not(
-    params: SamplingParams,
-) -> None:
+def test_a_bias_of_one_percentage_point_is_found_at_the_counts_of_the_proof(params: SamplingParams) -> None:
     exact = TABLES.exact(params, PROMPT)
     assert law.least_bias(exact, law.SAMPLES) <= 0.01
     rng = np.random.default_rng(1)

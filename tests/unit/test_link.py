@@ -27,6 +27,12 @@ def saying(number: int) -> DraftRequest:
     return DraftRequest(step={"root": number})
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides look at their link more often."""
+    monkeypatch.setattr(link, "BEAT_S", 0.1)
+
+
 class Echo:
     """Answers every root by its number, and some of them in another way."""
 
@@ -158,12 +164,12 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("says", "reason"),
-    [(None, "stopped answering: nothing for 1.5 s"), (b"", "stopped reading: nothing for 1 s"), (b"\7", "no frame")],
+    [(None, "stopped answering: nothing for 0.5 s"), (b"", "stopped reading: nothing for 0.3 s"), (b"\7", "no frame")],
 )
 async def test_a_broken_server_is_lost(monkeypatch: pytest.MonkeyPatch, says: bytes | None, reason: str) -> None:
-    monkeypatch.setattr(link, "SILENT_S", 1.5)
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
     if says is not None:
-        monkeypatch.setattr(link, "STUCK_S", 1.0)
+        monkeypatch.setattr(link, "STUCK_S", 0.3)
     async with serving(servicer=Broken(says)) as (_, _, _, address), Dialer().open(address) as channel:
         call = Stub(channel, drafter_pb2).Draft()
         for _ in range(32):  # more than a connection takes unread
@@ -173,16 +179,16 @@ async def test_a_broken_server_is_lost(monkeypatch: pytest.MonkeyPatch, says: by
 
 
 async def test_an_idle_server_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENT_S", 1.5)
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
     async with linked() as (_, _, _, stub):
         call = stub.Draft()
         await asked(call, 1)
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
         assert await asked(call, 2) == 2
 
 
 async def test_a_client_that_reads_nothing_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "STUCK_S", 1.0)
+    monkeypatch.setattr(link, "STUCK_S", 0.3)
     async with serving() as (echo, _, _, address), grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(f"/{SERVICE.full_name}/Link")()
         await call.write(b"".join(begin_item(1, "Draft", {})))
@@ -235,3 +241,14 @@ async def test_a_link_without_sessions_ends(monkeypatch: pytest.MonkeyPatch) -> 
         door.draining.set()
         again.cancel()
         await server.stop(10)
+
+
+async def test_what_fails_behind_the_last_message_ends_its_session() -> None:
+    inbox = link.Inbox()
+    listening = asyncio.create_task(inbox.listen(lambda _: setattr(inbox, "is_busy", True)))
+    await asyncio.sleep(0)
+    inbox.put(b"a step")
+    inbox.end()  # the client writes no more, and waits for the answer
+    inbox.end(InvalidField("step", "is stale"))
+    with pytest.raises(InvalidField, match="is stale"):
+        await asyncio.wait_for(listening, 5)

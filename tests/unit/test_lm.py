@@ -31,31 +31,21 @@ from tests.reference import check_pool
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import Slow, Tokens, assert_same, drafted
 
-VOCAB, MAX_LEN = 120, 640
+VOCAB = 120
+TINY_TARGET = {"vocab": VOCAB, "max_len": 640, "tokenizer": False}
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, seed=9)
 WARM = SamplingParams(temperature=0.7, top_k=10, seed=4)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("model"), VOCAB, max_len=MAX_LEN, tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    """The reference: plain transformers."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def heads(folder: Path) -> Any:
+def heads(target: Path) -> Any:
     """`heads(top_k=4, depth=5)` is the head with these settings, made once."""
 
     @cache
     def head_of(**settings: Any) -> LanguageModelHead:
         settings = {"kv_tokens": 4096, "top_k": 4, "depth": 5, "threads": 1} | settings
-        head = build_head(DrafterSettings(kind="lm", path=str(folder), **settings))
+        head = build_head(DrafterSettings(kind="lm", path=str(target), **settings))
         assert isinstance(head, LanguageModelHead)
         return head
 
@@ -157,9 +147,7 @@ def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, mo
     assert_same(*drafted(head, [job, fresh]), 20)
 
 
-def test_a_step_computes_what_is_new_and_not_the_text_again(
-    head: LanguageModelHead, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_computes_what_is_new(head: LanguageModelHead, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     forward = head.engine.forward
 
@@ -222,11 +210,11 @@ def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any, monkeypatc
 
 
 @pytest.mark.parametrize("width", [50, 9999])
-def test_a_head_wider_than_the_target_drafts_the_targets_ids_only(
-    width: int, heads: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_wider_heads_draft_the_targets_ids(
+    width: int, heads: Any, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coppice.heads.lm.common_width", lambda *_: width)
-    head = heads(target=str(folder), name=f"for {width}")
+    head = heads(target=str(target), name=f"for {width}")
     assert head.description.vocab_size == width
     opened(head, 0, [1, 2, 3])
     tree = draft(head, DraftJob(0, 4, 3, 64, GREEDY))

@@ -63,9 +63,7 @@ def test_a_packed_model_gives_its_matrices_back_and_takes_new_ones(dtype: torch.
 @pytest.mark.parametrize(
     ("norm", "merged"), [(Gemma3RMSNorm, True), (LlamaRMSNorm, False), (CohereLayerNorm, False), (nn.LayerNorm, False)]
 )
-def test_norms_on_the_cpu_become_one_operator_with_the_same_bits(
-    norm: type[nn.Module], merged: bool, kept: torch.dtype
-) -> None:
+def test_norms_on_the_cpu_become_one_equal_operator(norm: type[nn.Module], merged: bool, kept: torch.dtype) -> None:
     stock, model = (nn.Sequential(norm(48, eps=1e-3)).to(kept) for _ in range(2))
     for module in (stock, model):
         module[0].weight.data = torch.linspace(-1, 2, 48).to(kept)
@@ -92,9 +90,7 @@ class _Projections(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 13])
-def test_fused_layers_answer_with_the_bits_of_packed_ones_and_keep_nothing(
-    bias: bool, rows: int, dtype: torch.dtype
-) -> None:
+def test_fused_layers_have_the_bits_of_packed_ones_and_keep_nothing(bias: bool, rows: int, dtype: torch.dtype) -> None:
     stock = _Projections(dtype, bias)
     apart, together = deepcopy(stock), deepcopy(stock)
     fuse(together)

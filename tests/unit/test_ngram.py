@@ -178,9 +178,7 @@ def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) 
 
 @settings(max_examples=60 * EFFORT, deadline=None)
 @given(ids=texts, root=st.integers(0, VOCAB - 1), seed=st.integers(0, 2**64 - 1), coupled=st.booleans())
-def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
-    ids: list[int], root: int, seed: int, coupled: bool
-) -> None:
+def test_sampled_scores_are_log_softmax_with_noise(ids: list[int], root: int, seed: int, coupled: bool) -> None:
     model, temperature, position = ngram.Bigram(VOCAB), 0.7, 33
     model.extend(ids)
     candidates = model.followers(root)
@@ -324,9 +322,7 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 @settings(max_examples=100 * EFFORT, deadline=None)
 @given(texts=st.lists(tokens, max_size=5), ids=tokens, root=st.integers(0, 2))
-def test_a_memory_is_looked_up_as_if_it_stood_before_the_text(
-    texts: list[list[int]], ids: list[int], root: int
-) -> None:
+def test_a_memory_is_looked_up_as_text_before_the_text(texts: list[list[int]], ids: list[int], root: int) -> None:
     memory, whole = ngram.Memory(1000), ngram.Lookup()
     for number, earlier in enumerate(texts):
         memory.add(earlier)

@@ -27,11 +27,7 @@ from coppice.stack.spec import PORTS, StackSpec, check_target, preflight, target
 from tests.tiny import make_target
 
 Up = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("model"), 40, tokenizer=False)
+TINY_TARGET = {"vocab": 40, "tokenizer": False}
 
 
 @pytest.fixture
@@ -52,9 +48,7 @@ def up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> U
     return run
 
 
-def test_a_port_that_is_taken_is_named_and_http_goes_elsewhere_unless_it_was_chosen(
-    target: Path, up: Up, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_taken_port_is_named_and_http_goes_elsewhere(target: Path, up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         taken = f"127.0.0.1:{port} cannot be used (address already in use)"
@@ -92,9 +86,7 @@ def test_the_need_is_the_models_own(target: Path, tmp_path: Path) -> None:
         ("cuda", 6, 2, 16_384, 32_768),
     ],
 )
-def test_kv_that_nobody_sizes_takes_half_of_what_the_weights_leave(
-    device: str, room: int, ranks: int, tokens: int, most: int
-) -> None:
+def test_kv_takes_half_of_what_the_weights_leave(device: str, room: int, ranks: int, tokens: int, most: int) -> None:
     size = ModelSize(weights=4 * GIB, kv=128 * 1024, kv_heads=8)
     assert size.fit_kv(65_536, device, room * GIB, ranks=ranks) == tokens
     assert size.fit_kv(512, device, room * GIB, ranks=ranks) == 512
@@ -124,9 +116,7 @@ def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeyp
 
 
 @pytest.mark.parametrize("config", [None, "{", '{"model_type": 3}', b"\xff\xfe"])
-def test_a_folder_without_a_usable_config_is_a_usage_error(
-    config: str | bytes | None, target: Path, tmp_path: Path, up: Up
-) -> None:
+def test_folders_without_a_config_are_refused(config: str | bytes | None, target: Path, tmp_path: Path, up: Up) -> None:
     if config is not None:
         (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
     for option, arguments in (("MODEL", [tmp_path]), ("--head", [target, "--head", f"x=lm:{tmp_path}"])):
@@ -149,9 +139,7 @@ def llama_70b(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_up_and_doctor_say_how_many_ranks_a_target_needs_before_it_loads(
-    llama_70b: Path, up: Up, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_and_doctor_say_how_many_ranks_are_needed(llama_70b: Path, up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total_memory=79 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -237,9 +225,7 @@ def test_what_ends_a_text_is_decided_from_all_files_and_said(files: dict[str, ob
         (True, ": True in .*, is not in 0..2147483647"),
     ],
 )
-def test_ends_that_no_service_takes_are_refused_before_anything_loads(
-    eos: object, reason: str, target: Path, tmp_path: Path, up: Up
-) -> None:
+def test_unusable_ends_of_texts_are_refused(eos: object, reason: str, target: Path, tmp_path: Path, up: Up) -> None:
     folder = with_files(Path(shutil.copytree(target, tmp_path / "copy")), generation_config={"eos_token_id": eos})
     assert re.fullmatch(f"coppice: eos_token_id{reason}\n", up(folder, "--port", 0))
     with pytest.raises(InvalidField, match=f"^eos_token_id{reason}"):

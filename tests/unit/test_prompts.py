@@ -112,9 +112,7 @@ def test_every_style_is_rendered_as_transformers_does(target: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_templates_and_special_tokens_come_from_every_file_that_names_them(
-    target: Path, tmp_path: Path, case: str
-) -> None:
+def test_templates_and_special_tokens_come_from_every_file(target: Path, tmp_path: Path, case: str) -> None:
     same(folder(target, tmp_path, **FILES[case]), CONVERSATIONS["a question"])
 
 

@@ -110,9 +110,7 @@ NAN, INF = float("nan"), float("inf")
         ([1] * 17, list(range(17)), [-1.0] * 17, "too-deep", "parents"),
     ],
 )
-def test_nonsense_is_refused_with_its_reason_and_field(
-    tokens: object, parents: object, log_probs: object, reason: str, field: str
-) -> None:
+def test_nonsense_is_refused(tokens: object, parents: object, log_probs: object, reason: str, field: str) -> None:
     tree = DraftTree(np.array(tokens), np.array(parents), np.array(log_probs))
     with pytest.raises(TreeError) as caught:
         validate(tree, vocab_size=100)

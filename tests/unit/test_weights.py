@@ -1,4 +1,6 @@
-"""Weights by themselves: what they are called, what is sent of them, what is refused, and heads that swap them."""
+"""Weights: what they are called, what is sent of them, what is refused, heads that swap them, that draft with variants
+of them, and that say what they missed.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,19 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from coppice.adaptation.weights import Weights, pack_update
+from coppice.adaptation.weights import ROUTES, Route, Routes, Weights, pack_update, shape_of, sketch_of, variant_name
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob, build_head
 from coppice.heads.checkpoints import fused_tensor, public_state, read_head, save_head
-from coppice.limits import CHUNK_BYTES
-from coppice.wire.drafter import WeightsHeader
+from coppice.heads.feature_head import FeatureHead
+from coppice.limits import CHUNK_BYTES, MAX_KINDS, MAX_VARIANTS, SKETCH
+from coppice.speculation.sampling import SamplingParams
+from coppice.wire.common import Rejection
+from coppice.wire.drafter import Advance, WeightsHeader
 from services.drafter.staging import Staging
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, staged, swap
-from tests.unit.test_feature_heads import GREEDY, Text, build, drafted, opened, save_random
+from tests.unit.test_feature_heads import GREEDY, SAMPLED, VOCAB, Slow, Text, build, drafted, opened, save_random
 
 KINDS = ["specblock", "eagle3", "dspark"]
 PROJECTION = {"specblock": "layers.1", "eagle3": "midlayer", "dspark": "layers.0"}
@@ -117,9 +122,7 @@ def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
 
 
 @pytest.mark.parametrize(("make", "error", "why"), CORRUPTIONS.values(), ids=CORRUPTIONS)
-def test_a_corruption_is_refused_and_says_what_is_wrong(
-    make: Made, error: type[CoppiceError], why: str, case: Case
-) -> None:
+def test_corruptions_are_refused_with_their_reason(make: Made, error: type[CoppiceError], why: str, case: Case) -> None:
     with pytest.raises(error, match=why):
         finished(make(case), case)
     assert finished(case.good, case).hash == case.new.hash
@@ -166,9 +169,7 @@ def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in KINDS), ("dspark", "bfloat16")])
-def test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
-    kind: str, dtype: str, target: Path, tmp_path: Path
-) -> None:
+def test_after_a_swap_a_head_drafts_as_a_new_one(kind: str, dtype: str, target: Path, tmp_path: Path) -> None:
     source = save_random(tmp_path / "source", kind)
     head, _ = build(kind, source, target, dtype=dtype)
     first, text = head.weights, Text.random(30, 3)
@@ -227,3 +228,218 @@ def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
     with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
         Staging(header, head)
     assert head.description.weights_hash == b""
+
+
+# --- variants: which texts they draft for, and drafts of sessions with different ones ---
+
+
+def near(text: Text, length: int) -> tuple[float, ...]:
+    """The centroid of a kind that a text is of."""
+    return tuple(sketch_of(text.features[:length]).tolist())
+
+
+def with_variant(weights: Weights, number: int, seed: int, routes: Routes, version: int) -> Weights:
+    """The weights with a variant whose tensors are all moved."""
+    moved = altered(weights, seed).tensors
+    own = {variant_name(number, name): moved[name] for name in weights.tensors}
+    return weights.changed(own | {ROUTES: routes.tensor()}, version)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, target: Path
+) -> tuple[str, Path, Path]:
+    return request.param, save_random(tmp_path_factory.mktemp("head"), request.param), target
+
+
+def heads(folders: tuple[str, Path, Path], count: int) -> list[FeatureHead]:
+    kind, source, target = folders
+    return [build(kind, source, target, top_k=4, depth=4)[0] for _ in range(count)]
+
+
+def test_sessions_draft_with_the_variant_that_their_prompt_is_for(folders: tuple[str, Path, Path]) -> None:
+    head, moved = heads(folders, 2)
+    one, other = Text.random(40, 3), Text.random(40, 4)
+    routes = Routes([None, Route(near(one, 12), 0.01, 3, 1.0)])
+    first = head.weights
+    both = with_variant(first, 3, 7, routes, version=1)
+    swap(head, both)
+    whole = first.changed({name: both.tensors[variant_name(3, name)] for name in first.tensors}, 1)
+    swap(moved, whole)
+    deployed = heads(folders, 1)[0]
+
+    for key, text in enumerate((one, other, one)):
+        opened(head, key, text, 12)
+    assert [head.opened(key).variant for key in range(3)] == [3, 0, 3]
+    assert [head.opened(key).kind for key in range(3)] == [2, 0, 2]
+    jobs = [DraftJob(key, text.ids[12], 12, 12, GREEDY) for key, text in enumerate((one, other, one))]
+    trees = drafted(head, jobs)
+    for reference, text, tree in ((moved, one, trees[0]), (deployed, other, trees[1]), (moved, one, trees[2])):
+        opened(reference, 9, text, 12)
+        (wanted,) = drafted(reference, [replace(jobs[0], key=9, root=text.ids[12])])
+        assert tree == pytest.approx(wanted, abs=1e-4)
+        reference.close(9)
+
+
+def test_a_push_without_the_variant_takes_it_away(folders: tuple[str, Path, Path]) -> None:
+    (head,) = heads(folders, 1)
+    text, first = Text.random(40, 3), head.weights
+    both = with_variant(first, 1, 7, Routes([Route(near(text, 12), 0.01, 1, 1.0)]), version=1)
+    swap(head, both)
+    opened(head, 0, text, 12)
+    before = drafted(head, [DraftJob(0, text.ids[12], 12, 12, GREEDY)])
+    swap(head, first.changed({}, 2), parent=first)
+    opened(head, 1, text, 12)
+    after = drafted(head, [DraftJob(number, text.ids[12], 12, 12, GREEDY) for number in (0, 1)])
+    assert head.opened(1).variant == 0
+    assert before[0] != after[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "field"),
+    [
+        (variant_name(MAX_VARIANTS + 1, "norm.weight"), None, "tensors.variants.5.norm.weight"),
+        (variant_name(1, "nothing"), None, "tensors.variants.1.nothing"),
+        (variant_name(1, ROUTES), None, "tensors.variants.1.routes"),
+        (ROUTES, [1.0, 2, 0.5], "tensors.routes"),
+        (ROUTES, [1.0, 0, 1.5], "tensors.routes"),
+        (ROUTES, [-1.0, 0, 0.5], "tensors.routes"),
+        (ROUTES, [1.0, 0.5, 0.5], "tensors.routes"),
+    ],
+)
+def test_impossible_tensors_are_refused(
+    folders: tuple[str, Path, Path], name: str, values: list[float] | None, field: str
+) -> None:
+    (head,) = heads(folders, 1)
+    first = head.weights
+    if values is None:
+        pushed = first.changed({name: first.tensors["norm.weight"]}, 1)
+    else:
+        tensor = Routes().tensor()
+        tensor[0, :3] = torch.tensor(values)
+        pushed = first.changed({ROUTES: tensor}, 1)
+    with pytest.raises(CoppiceError) as refused:
+        swap(head, pushed)
+    assert isinstance(refused.value, InvalidField)
+    assert refused.value.field == field
+    assert head.description.weights_version == 0
+
+
+def test_routes_are_read_as_they_were_written() -> None:
+    route = Route(tuple(np.linspace(-1, 1, SKETCH, dtype=np.float32).tolist()), 0.25, 2, 0.75)
+    tensors = {"a": torch.zeros(2), variant_name(2, "a"): torch.ones(2), ROUTES: Routes([None, route]).tensor()}
+    assert Routes.of(tensors).routes == [None, route] + [None] * (MAX_KINDS - 2)
+    assert shape_of(variant_name(2, "a"), tensors) == (2,)
+    assert Routes.of({"a": torch.zeros(2)}).choose(np.ones(SKETCH, np.float32), "s") == (0, 0)
+
+
+def test_a_share_of_the_texts_of_a_kind_gets_its_variant_and_every_session_the_same_again() -> None:
+    sketch = np.eye(SKETCH, dtype=np.float32)[0]
+    routes = Routes([Route(tuple(sketch.tolist()), 0.5, 1, 0.25)])
+    chosen = [routes.choose(sketch, f"session-{number}") for number in range(4000)]
+    assert chosen == [routes.choose(sketch, f"session-{number}") for number in range(4000)]
+    assert {kind for kind, _ in chosen} == {1}
+    assert np.mean([variant for _, variant in chosen]) == pytest.approx(0.25, abs=0.03)
+    assert routes.choose(-sketch, "session-1") == (0, 0)
+
+
+def test_sketches_keep_the_distances_of_what_they_are_made_of() -> None:
+    torch.manual_seed(0)
+    kinds = torch.randn(3, 1, 768)
+    texts = kinds + 0.7 * torch.randn(3, 50, 768)
+    sketches = np.array([[sketch_of(text[None]) for text in kind] for kind in texts])
+    centroids = sketches[:, :25].mean(1)
+    nearest = np.square(sketches[:, 25:, None] - centroids).sum(-1).argmin(-1)
+    assert (nearest == np.arange(3)[:, None]).all()
+
+
+# --- misses: what a head says, against a full forward along the text for each node ---
+
+
+def rejection(position: int, token: int) -> Rejection:
+    return Rejection(position, 0, token)
+
+
+def slow_miss(slow: Slow, path: tuple[int, ...], token: int) -> float:
+    """1 - r: softmax over the draft vocabulary at T=1, by the book; 1 for an id that is not in it."""
+    chances = dict(zip(slow.ids.tolist(), slow.said[path].double().softmax(-1).tolist(), strict=True))
+    return 1.0 - chances.get(token, 0.0)
+
+
+def chosen(slow: Slow, path: tuple[int, ...], at: int) -> int:
+    """A token that the target may have chosen: in turn a likely one, any one, and one outside the vocabulary."""
+    if at % 3 == 2:
+        return next(token for token in range(VOCAB) if token not in slow.ids.tolist())
+    order = slow.said[path].argsort(descending=True)
+    return int(slow.ids[order[at % 7 + 1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("budget", [8, 60])
+def test_misses_at_every_node_of_a_draft_are_those_of_a_full_forward(
+    kind: str, sampling: SamplingParams, budget: int, target: Path, tmp_path: Path
+) -> None:
+    head, slow = build(kind, save_random(tmp_path, kind), target)
+    text = Text.random(40, 3)
+    job = DraftJob(0, text.ids[9], 9, budget, sampling)
+    tree = slow.tree(text, 2, job)
+    paths = sorted({path[:-1] for path in tree})  # nodes with children in the tree that is sent
+    assert len(paths) > 1
+    for at, path in enumerate(paths):
+        token = chosen(slow, path, at)
+        opened(head, 0, text, 9, 2, misses=True)
+        opened(head, 1, text, 5, misses=True)  # another session in the same forwards
+        drafted(head, [DraftJob(1, text.ids[5], 5, 31, GREEDY), job])
+        end = 10 + len(path)
+        miss = head.advance(0, Advance([text.ids[9], *path], text.inline(9, end), rejection(end, token)))
+        assert miss is not None
+        assert miss == pytest.approx(slow_miss(slow, path, token), abs=1e-4)
+        assert miss == 1.0 or token in slow.ids.tolist()
+        head.close(0)
+        head.close(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_miss_before_the_end_of_the_committed_path_is_found(kind: str, target: Path, tmp_path: Path) -> None:
+    """Under merge another head's nodes may lead on behind this head's first miss."""
+    head, slow = build(kind, save_random(tmp_path, kind), target)
+    text = Text.random(40, 1)
+    opened(head, 0, text, 9, misses=True)
+    drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])
+    slow.tree(text, 0, DraftJob(0, text.ids[9], 9, 31, GREEDY))
+    miss = head.advance(0, Advance(text.ids[9:14], text.inline(9, 14), rejection(10, text.ids[10])))
+    assert miss is not None
+    assert miss == pytest.approx(slow_miss(slow, (), text.ids[10]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_no_longer_knows_says_nothing(kind: str, target: Path, tmp_path: Path) -> None:
+    head, _ = build(kind, save_random(tmp_path, kind), target)
+    text = Text.random(40, 1)
+    job = DraftJob(0, text.ids[9], 9, 31, GREEDY)
+
+    def after(*, draft: bool = True, misses: bool = True, start: int = 9, position: int = 10, root: int = -1) -> bool:
+        opened(head, 0, text, start, misses=misses)
+        if draft:
+            drafted(head, [job])
+        ids = [root if root >= 0 else text.ids[start], *text.ids[start + 1 : 12]]
+        found = head.advance(0, Advance(ids, text.inline(start, 12), rejection(position, 1)))
+        head.close(0)
+        return found is not None
+
+    assert after()
+    assert not after(draft=False)
+    assert not after(misses=False)
+    assert not after(position=9)
+    assert not after(position=13)
+    assert not after(root=(text.ids[9] + 1) % VOCAB)
+    opened(head, 0, text, 9, misses=True)
+    drafted(head, [job])
+    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12))) is None  # no rejection
+    assert head.advance(0, Advance(text.ids[12:14], text.inline(12, 14), rejection(13, 1))) is None  # no draft of it
+    head.close(0)
+    opened(head, 0, text, 9, misses=True)
+    drafted(head, [job])
+    head.exchange(head.weights, head.models, head.routes)  # swapped meanwhile
+    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection(10, 1))) is None
