@@ -396,16 +396,9 @@ def _answering(role: str, folder: Path) -> Callable[..., object]:
         # The target's special tokens, an end and all bytes: its own ids take no longer, as nothing is made for each.
         special = {number: name for name, number in TokenBytes(TextCodec(folder).tokenizer).special.items()}
         end = max(special, default=-1) + 1
-        tokens = [
-            *(special.get(at, "").encode() for at in range(end)),
-            b"<end>",
-            *map(bytes, zip(range(256), strict=True)),
-        ]
-
-        def encode(text: str) -> list[int]:
-            return [end + 1 + byte for byte in text.encode()]
-
-        vocabulary = make_vocabulary(tokens, [*special, end], [end], encode)
+        names = [special.get(at, "").encode() for at in range(end)]
+        tokens = [*names, b"<end>", *(bytes([byte]) for byte in range(256))]
+        vocabulary = make_vocabulary(tokens, [*special, end], [end], lambda text: [end + 1 + b for b in text.encode()])
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a handler would wait for the library
 
         def compile_in_time(kind: str, text: str) -> None:

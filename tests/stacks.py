@@ -44,7 +44,7 @@ def serving(
 def interrupted(client: Client, prompt: Sequence[int], blow: Callable[[], object], **options: Any) -> tuple[int, ...]:
     """An answer in whose middle something happens."""
     ids: list[int] = []
-    for event in client.stream(prompt, ignore_eos=True, **options):
+    for event in client.stream(prompt, **{"ignore_eos": True} | options):
         if isinstance(event, Chunk):
             before = len(ids)
             ids += event.ids

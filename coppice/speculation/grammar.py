@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree, IntArray
 
-Bits = NDArray[np.uint8]  # (S, B): rows of a bit an id, the lowest first
-Encode = Callable[[str], list[int]]
+Bits = NDArray[np.uint8]  # (S, B): rows of a bit an id, the lowest first, in words of 8 bytes
 FIELD = "grammar"
 # The white space of JSON where a schema has no x-guidance of its own; else a model could write it without an end.
 AS_JSON_DUMPS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -38,7 +37,7 @@ _LIMITS = LLParserLimits(
 
 
 def make_vocabulary(
-    tokens: Sequence[bytes], special_ids: Collection[int], eos_ids: Sequence[int], encode: Encode
+    tokens: Sequence[bytes], special_ids: Collection[int], eos_ids: Sequence[int], encode: Callable[[str], list[int]]
 ) -> LLTokenizer:
     """What masks are made of. tokens: what each id adds to a text, a special one its name. encode: a text's ids."""
     words: Any = partial(encode)
@@ -133,10 +132,11 @@ class Guide:
 
     def masks(self, ids: Sequence[int], tree: DraftTree) -> Bits:
         """(n + 1, B) what `allowed` says behind more ids and at each node of a tree there; nothing where it raises."""
-        rows = np.zeros((len(tree) + 1, -(-self._vocab_size // 32) * 4), np.uint8)
+        rows = np.zeros((len(tree) + 1, -(-self._vocab_size // 64) * 8), np.uint8)
         with suppress(InvalidField):
             for node in self._visit(ids, tree):
-                rows[node] = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+                bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+                rows[node, : len(bits)] = bits
         return rows
 
     def _visit(self, ids: Sequence[int], tree: DraftTree) -> Iterator[int]:

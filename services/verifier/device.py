@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.rows import Ints
-from coppice.speculation.grammar import Bits
+from coppice.engine.rows import NOTHING, Ints
 from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_keys
 
 from .session import Job
@@ -25,6 +24,8 @@ ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
 COLUMNS = KEY, TEMPERATURE, LEAST  # what the kernel reads of a table
 _ROWS_AT_ONCE = 64  # that are sorted: their probabilities are float64 and as wide as the vocabulary
 
+Sampled = tuple[Ints, Ints, SamplingParams]  # (N,) numbers of rows, (N,) positions and how they are drawn, not greedily
+
 
 class Draws(NamedTuple):
     """How S sampled rows of a forward are drawn, those that top-p cuts first, then those that top-k alone cuts."""
@@ -32,6 +33,7 @@ class Draws(NamedTuple):
     table: Tensor
     """(6, S) int64 where the logits are: the row's number, the bits of its position's key and top_k, 0 for all; then
     the bits of float64: temperature, top_p and the logarithm of min_p"""
+    masks: Tensor  # (G, 1 + B / 8) int64 beside it: the number of a row and what a grammar leaves of it
     most_k: int  # the largest top_k
     nuclei: int  # rows that top-p cuts
     cut: int  # rows that top-p or top-k cuts
@@ -39,9 +41,7 @@ class Draws(NamedTuple):
 
 def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
     """The id behind each of the (R, V) rows of logits, of a prompt the last; greedy where the host draws."""
-    sampled: list[tuple[Ints, Ints, SamplingParams]] = []
-    guided: list[tuple[Ints, Bits]] = []
-    first = 0
+    sampled, guided, first = list[Sampled](), list[Ints](), 0
     for job in jobs:
         piece, sampling = job.piece, job.session.request.sampling
         rows = np.arange(len(piece.keep))[0 if job.step else -1 :]
@@ -50,41 +50,42 @@ def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
                 positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[rows]]
                 sampled.append((first + rows, positions, sampling))
             if guide := job.session.guide:
-                guided.append((first + rows, guide.masks([job.step.root] if job.step else [], job.tree)))
+                # While the device does the forward, which they would hold up in the copy of its inputs.
+                masks = guide.masks([job.step.root] if job.step else [], job.tree)
+                guided.append(np.column_stack([first + rows, masks.view(np.int64)]))
         first += len(piece.keep)
     with torch.inference_mode():
-        if guided:
-            logits = mask_rows(logits, *map(np.concatenate, zip(*guided, strict=True)))
-        ids: list[int] = draw_rows(logits, tabulate(sampled, logits.shape[1], logits.device)).tolist()
+        ids: list[int] = draw_rows(logits, tabulate(sampled, guided, logits.shape[1], logits.device)).tolist()
     return ids
 
 
-def mask_rows(logits: Tensor, rows: Ints, masks: Bits) -> Tensor:
-    """The (R, V) logits, of whose (S,) rows only those ids are left that are set in (S, B) masks, as `Guide.masks`."""
-    at, bits = torch.from_numpy(rows).to(logits.device), torch.from_numpy(masks).to(logits.device)
-    allowed = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
-    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill_(forbidden, -torch.inf))
-
-
-def tabulate(sampled: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: int, device: torch.device) -> Draws:
-    """Draws on a device, for (N,) numbers of rows and (N,) positions of each of the samplings, none of them greedy."""
+def tabulate(sampled: Sequence[Sampled], guided: Sequence[Ints], vocab_size: int, device: torch.device) -> Draws:
+    """Draws on a device, by one copy. guided: parts of `masks`."""
 
     def most(law: SamplingParams) -> int:
         return law.top_k if law.top_k < vocab_size else 0
 
     ordered = sorted(sampled, key=lambda rows: (rows[2].top_p == 1, not most(rows[2])))
-    if not ordered:
-        return Draws(torch.empty((6, 0), dtype=torch.int64, device=device), 0, 0, 0)
-    rows, positions, laws = zip(*ordered, strict=True)
-    counts, top_k, at = [len(numbers) for numbers in rows], [most(law) for law in laws], np.concatenate(positions)
+    laws, counts = [law for _, _, law in ordered], [len(rows) for rows, _, _ in ordered]
+    top_k, at = [most(law) for law in laws], np.concatenate([NOTHING, *(positions for _, positions, _ in ordered)])
     numbers = [(law.temperature, law.top_p, math.log(law.min_p) if law.min_p else -math.inf) for law in laws]
     table = np.empty((6, len(at)), np.int64)
-    table[ROW], table[KEY] = np.concatenate(rows), position_keys([law.seed for law in laws], counts, at).view(np.int64)
+    table[ROW] = np.concatenate([NOTHING, *(rows for rows, _, _ in ordered)])
+    table[KEY] = position_keys([law.seed for law in laws], counts, at).view(np.int64)
     table[TOP_K], table[TEMPERATURE:] = np.repeat(top_k, counts), np.repeat(numbers, counts, axis=0).T.view(np.int64)
     nuclei = sum([count for law, count in zip(laws, counts, strict=True) if law.top_p < 1])
     only_k = sum([count for law, k, count in zip(laws, top_k, counts, strict=True) if law.top_p == 1 and k])
-    return Draws(torch.from_numpy(table).to(device), max(top_k), nuclei, nuclei + only_k)
+    sent = torch.from_numpy(np.concatenate([table.ravel(), *(masks.ravel() for masks in guided)])).to(device)
+    masks = sent[table.size :].view(-1, 1 + -(-vocab_size // 64))
+    return Draws(sent[: table.size].view(table.shape), masks, max(top_k, default=0), nuclei, nuclei + only_k)
+
+
+def mask_rows(logits: Tensor, masks: Tensor) -> Tensor:
+    """The (R, V) logits with what grammars leave of some rows. masks: as Draws has them."""
+    rows, bits = masks[:, 0], masks[:, 1:].contiguous().view(torch.uint8)
+    allowed = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
 
 
 def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
@@ -95,6 +96,8 @@ def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     row, which is rounded by how many rows are added up at once. Between devices logarithms may differ in their last
     bit: another token is drawn where two sums are within 1e-14 of each other, as often as that.
     """
+    if len(draws.masks):
+        logits = mask_rows(logits, draws.masks)
     best = logits.argmax(-1)
     highest = logits.gather(1, best[:, None])[:, 0]
     ids = torch.where(highest.abs() < torch.inf, best, -1)
@@ -107,7 +110,7 @@ def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
 
 def _edges(logits: Tensor, highest: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """For each of the rows that are cut the lowest logit that is kept, and the last token of those that have it."""
-    table, most_k, nuclei, cut = draws
+    table, _, most_k, nuclei, cut = draws
     edges, lasts = [logits.new_empty(0)], [table.new_empty(0)]
     for first in range(0, nuclei, _ROWS_AT_ONCE):
         some = table[:, first : min(first + _ROWS_AT_ONCE, nuclei)]
@@ -150,4 +153,4 @@ def warm_up(engine: Engine) -> None:
     size, device = engine.info.vocab_size, engine.pool.device
     with torch.inference_mode():
         logits = torch.zeros(1, size, dtype=DTYPES[engine.info.dtype], device=device)
-        draw_rows(logits, tabulate([(np.array([0]), np.array([0]), law) for law in laws], size, device))
+        draw_rows(logits, tabulate([(np.array([0]), np.array([0]), law) for law in laws], [], size, device))

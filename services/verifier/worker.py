@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,9 +111,7 @@ class Worker(BatchingThread):
             self._ranks.stop()
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
-        """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken, and for a
-        grammar that is none.
-        """
+        """Prefill a new session; `key` is the caller's and new. Raises InvalidField for its name or its grammar."""
         answer = request.ids[request.prompt_tokens or len(request.ids) :]
         guide = await self._grammars.start(request.grammar, answer) if request.grammar else None
         opened: asyncio.Future[SessionOpened] = self.loop.create_future()
@@ -175,6 +174,7 @@ class Worker(BatchingThread):
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
         self._cache = PrefixCache(self.engine.pool, self.settings.prefix_cache_tokens, self.metrics.registry)
+        wait([self._grammars.vocabulary])
 
     def idle(self) -> bool:
         """Whether neither a step nor a prompt waits."""

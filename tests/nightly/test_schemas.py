@@ -1,4 +1,4 @@
-"""Structured output with 200 schemas on the demo's target and on two tiny ones, which takes an hour or two."""
+"""Structured output with 200 schemas on the demo's target and on two tiny ones, which takes less than an hour."""
 
 from __future__ import annotations
 

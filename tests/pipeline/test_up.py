@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -10,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from jsonschema import validate
 from rich.console import Console
 
 from coppice.cli import main
@@ -33,6 +36,10 @@ runpy.run_module("services.verifier", run_name="__main__", alter_sys=True)
 """
 PROMPT = tuple(range(7, 40))
 NEW = 200
+SCHEMA = {"type": "string", "pattern": "^[a-f]{60,80} at the end$"}
+GUIDED = {"structured_outputs": {"json": SCHEMA}, "seed": 7, "ignore_eos": False}
+KILLED = [(name, {}) for name in ("drafter-lookup", "drafter-self", "verifier", "orchestrator")]
+KILLED += [(name, GUIDED | {"temperature": t}) for name in ("drafter-self", "verifier") for t in (0.0, 1.0)]
 
 
 @contextmanager
@@ -64,18 +71,21 @@ def test_services_are_processes_of_their_own_as_ps_shows_them(stack: Stack) -> N
         assert Path(f"/proc/{ready.pid}/fd/1").resolve().suffix == ".log"
 
 
-def struck(client: Client, pid: int, policy: str) -> tuple[int, ...]:
+def struck(client: Client, pid: int, **options: Any) -> tuple[int, ...]:
     """An answer in whose middle a process is killed."""
-    return interrupted(client, PROMPT, lambda: os.kill(pid, signal.SIGKILL), policy=policy, max_new_tokens=NEW)
+    return interrupted(client, PROMPT, lambda: os.kill(pid, signal.SIGKILL), max_new_tokens=NEW, **options)
 
 
-@pytest.mark.parametrize("name", ["drafter-lookup", "drafter-self", "verifier", "orchestrator"])
+@pytest.mark.parametrize(("name", "options"), KILLED)
 def test_what_is_killed_under_a_request_comes_back_and_the_text_is_plains(
-    stack: Stack, client: Client, reference: Reference, name: str
+    stack: Stack, client: Client, reference: Reference, name: str, options: dict[str, Any]
 ) -> None:
-    before = stack.services[name]
+    before, plain = stack.services[name], reference.greedy(PROMPT, NEW)
+    if options:
+        plain = client.generate(PROMPT, policy="plain", max_new_tokens=NEW, **options)
+        validate(json.loads(plain.text), SCHEMA)
     with supervised(stack) as lines:
-        assert struck(client, before.pid, "route") == reference.greedy(PROMPT, NEW).ids
+        assert struck(client, before.pid, policy="route", **options) == plain.ids
         assert eventually(lambda: len(lines) == 2, 60), lines
     died, back = lines
     assert died.startswith(f"{name} ended with SIGKILL; it is started again in 0.5 s (log: ")
@@ -98,7 +108,7 @@ def test_an_answer_waits_for_the_only_verifier_as_long_as_that_takes_to_load(
     spec = StackSpec(target=target, heads=(), dtype="float32", verifier_threads=1)
     with Stack(spec, {**MODULES, "verifier": "slow"}) as stack, supervised(stack), Client(stack.address) as client:
         killed = stack.services["verifier"].pid
-        assert struck(client, killed, "plain") == reference.greedy(PROMPT, NEW).ids
+        assert struck(client, killed, policy="plain") == reference.greedy(PROMPT, NEW).ids
         assert stack.failover_s > 3 * LOAD_S
 
 

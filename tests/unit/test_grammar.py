@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import regex
-import torch
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,9 +16,9 @@ from coppice.config.token_bytes import TokenBytes
 from coppice.errors import InvalidField
 from coppice.speculation.grammar import Guide, compile_grammar
 from coppice.speculation.tree import graft, paths, validate
-from services.verifier.device import mask_rows
 from services.verifier.grammars import vocabulary_of
 from tests.reference import make_tree, random_tree
+from tests.unit.test_text_stream import MAKERS
 
 END, SPECIAL, VOCAB = 0, 1, 420  # wider than the tokenizer
 PIECES = ["ab", "abc", "bc", "12", '{"', '":', "é", "  "]
@@ -28,14 +28,11 @@ PATTERNS = ["(ab|c)*d", "[a-c]{2,5}12?", "(é|b+)x{0,3}", '\\{"a":[0-9]{1,3}\\}'
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """Every byte, some longer pieces, and two special tokens."""
-    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spelled = [
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(p)[0][0] for p in PIECES
-    ]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={sign: at for at, sign in enumerate(["<end>", "<s>", *signs, *spelled])}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [level.pre_tokenize_str(piece)[0][0] for piece in PIECES]
+    ids = {sign: at for at, sign in enumerate(["<end>", "<s>", *sorted(level.alphabet()), *spelled])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>", "<s>"])
     return tokenizer
@@ -44,11 +41,6 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     return vocabulary_of(tokenizer, VOCAB, [END])
-
-
-def is_whole(text: bytes) -> bool:
-    """Whether a text ends with a whole character."""
-    return text.decode(errors="ignore").encode() == text
 
 
 def is_begun(pattern: str, text: bytes) -> bool:
@@ -70,22 +62,19 @@ def test_an_id_is_allowed_where_the_text_can_go_on_with_it(
 ) -> None:
     spelled, rng = TokenBytes(tokenizer), random.Random(1)
     pieces = [spelled.of(token) for token in range(VOCAB)]
+    of_ascii = {token for token, piece in enumerate(pieces) if piece and piece.isascii()}
     for _ in range(6):
         guide, text = Guide(compile_grammar(vocabulary, "regex", pattern), VOCAB), b""
         for _ in range(8):
             allowed = guide.allowed([])
             assert allowed.shape == (VOCAB,)
-            assert bool(allowed[END]) == bool(is_whole(text) and regex.fullmatch(pattern, text.decode()))
-            right = [
-                pieces[t].isascii() and pieces[t] != b"" and is_begun(pattern, text + pieces[t]) for t in range(VOCAB)
-            ]
-            ascii_ones = [
-                token for token in np.flatnonzero(allowed).tolist() if token != END and pieces[token].isascii()
-            ]
-            assert all(map(right.__getitem__, ascii_ones))
-            # Text that is forced is cut into ids as the tokenizer does it.
-            assert allowed.sum() == 1 or ascii_ones == np.flatnonzero(right).tolist()
+            whole = text.decode(errors="ignore")  # characters
+            assert bool(allowed[END]) == bool(whole.encode() == text and regex.fullmatch(pattern, whole))
             onward = [token for token in np.flatnonzero(allowed).tolist() if token != END]
+            right = {token for token in of_ascii if is_begun(pattern, text + pieces[token])}
+            assert right >= of_ascii.intersection(onward)
+            # Text that is forced is cut into ids as the tokenizer does it.
+            assert allowed.sum() == 1 or right <= {*onward}
             if not onward:
                 break
             token = rng.choice(onward)
@@ -179,11 +168,38 @@ def test_what_the_grammar_forces_is_a_branch_of_the_tree(tokenizer: Tokenizer, v
         assert paths(whole)[: len(tree)] == paths(tree)
 
 
-def test_a_device_masks_the_rows_of_several_sessions() -> None:
-    rng = np.random.default_rng(0)
-    logits, bits = rng.standard_normal((5, 37)).astype(np.float32), rng.integers(0, 2, (3, 40)).astype(np.uint8)
-    rows = np.array([0, 3, 4])
-    masked = mask_rows(torch.from_numpy(logits), rows, np.packbits(bits, axis=1, bitorder="little")).numpy()
-    expected = logits.copy()
-    expected[rows] = np.where(bits[:, :37] > 0, logits[rows], -np.inf)
-    assert np.array_equal(masked, expected)
+@pytest.mark.parametrize("family", ["byte-level", "llama", "gemma"])
+def test_forced_text_is_cut_into_ids_as_behind_other_text(family: str) -> None:
+    """Also where the tokenizer puts a space in front of every text, and where a special token is spelled."""
+    tokenizer = MAKERS[family]()
+    spelled = TokenBytes(tokenizer)
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("</s>")
+    for text in ("the cat saw the dog's hat", " the end", "naïve 🙂 </s> it"):
+        guide = Guide(compile_grammar(vocabulary_of(tokenizer, size, [end]), "choice", json.dumps([text])), size)
+        [root] = np.flatnonzero(guide.allowed([])).tolist()
+        ids = [root, *guide.forced(root)]
+        assert b"".join(map(spelled.of, ids)) == text.encode()
+        assert np.flatnonzero(guide.allowed(ids)).tolist() == [end]
+
+
+def without_spaces() -> Tokenizer:
+    """Cuts a space alone into the bytes of the sign that stands for it, which are no space."""
+    parts = json.loads(MAKERS["gemma"]().to_str())
+    model = parts["model"]
+    model["vocab"]["<unused>"] = model["vocab"].pop("▁")
+    model["merges"] = [pair for pair in model["merges"] if "▁" not in pair]
+    return Tokenizer.from_str(json.dumps(parts))
+
+
+@pytest.mark.parametrize(
+    "make", [MAKERS["byte-level"], MAKERS["llama"], without_spaces], ids=["bytes", "llama", "none"]
+)
+def test_what_is_allowed_is_taken(make: Callable[[], Tokenizer]) -> None:
+    tokenizer, rng = make(), random.Random(1)
+    size, numbers = tokenizer.get_vocab_size(), json.dumps({"type": "array", "items": {"type": "integer"}})
+    matcher = compile_grammar(vocabulary_of(tokenizer, size, [size - 1]), "json", numbers)
+    for _ in range(10):
+        guide, taken = Guide(matcher.deep_copy(), size), 0
+        while (allowed := np.flatnonzero(guide.allowed([])).tolist()) != [size - 1] and taken < 40:
+            guide.append([rng.choice(allowed)])
+            taken += 1

@@ -308,7 +308,7 @@ def drawn_and_alone(
     numbers, positions = np.arange(rows), rng.integers(0, 2**17, rows)
     sampled = [(numbers[at :: len(LAWS)], positions[at :: len(LAWS)], law) for at, law in enumerate(LAWS) if at]
     with patch.object(devices, "keyed_argmax", argmax):
-        drawn = draw_rows(logits.to(device), tabulate(sampled, vocab, torch.device(device))).tolist()
+        drawn = draw_rows(logits.to(device), tabulate(sampled, [], vocab, torch.device(device))).tolist()
     plain = logits.float().numpy()
     alone = [
         draw(*decode_row(plain[row], law := LAWS[row % len(LAWS)]), law.seed, int(positions[row])) for row in numbers
@@ -344,7 +344,7 @@ def test_rows_that_are_refused_draw_nothing_and_disturb_no_other() -> None:
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
     good = logits.clone()
     logits[1, 3], logits[4, 0], logits[7] = torch.nan, torch.inf, -torch.inf
-    draws = tabulate([(np.arange(3, 9), np.arange(6), LAWS[4])], 40, CPU)
+    draws = tabulate([(np.arange(3, 9), np.arange(6), LAWS[4])], [], 40, CPU)
     with patch.object(devices, "keyed_argmax", keyed_argmax):
         drawn, expected = draw_rows(logits, draws), draw_rows(good, draws)
     expected[[1, 4, 7]] = -1
