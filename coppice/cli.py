@@ -17,7 +17,7 @@ OWN = ("coppice", "services", "orchestrator", "lab")  # a missing module of othe
 COMMANDS = {
     "up": ("coppice.commands.up", "Start verifiers, drafters and orchestrators here, until Ctrl-C."),
     "fetch": ("coppice.commands.up", "Download a model from the Hugging Face Hub."),
-    "top": ("coppice.commands.top", "Show what a running deployment does, from its pages of metrics."),
+    "top": ("coppice.commands.up", "Show what a running deployment does, from its pages of metrics."),
     "generate": ("coppice.commands.generate", "Answer a prompt, streaming the text."),
     "chat": ("coppice.commands.generate", "Talk with the target."),
     "doctor": ("coppice.commands.doctor", "Look for what is needed here, and for a server."),

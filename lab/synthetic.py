@@ -32,9 +32,8 @@ from coppice.heads.checkpoints import TargetParts, save_head
 from coppice.limits import MAX_TREE_NODES
 from coppice.machine import default_dtype
 from coppice.stack.spec import HeadSpec, StackSpec, check_device
-from coppice.training.heads import build_student, head_config
+from coppice.training.heads import build_student, head_config, replacing
 from coppice.training.progress import Progress
-from coppice.training.trainer import replacing
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.measuring import GREEDY, asking, in_turn, reference_of, reporting, running
 from lab.options import Options

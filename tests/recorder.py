@@ -27,8 +27,7 @@ from coppice.telemetry import SessionMetrics
 from coppice.wire.common import FeatureRef, Features, Rejection
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from coppice.wire.verifier import Commit, fed_to_wire
-from services.drafter.following import Verifiers
-from services.drafter.service import DrafterServicer
+from services.drafter.service import DrafterServicer, Verifiers
 from services.drafter.worker import Worker
 from tests.fake_service import SERVICES
 from tests.processes import Service, StartService

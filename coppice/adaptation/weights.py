@@ -135,29 +135,26 @@ class Route:
     other: int = 0  # the variant for the others
 
 
-class Routes:
+class Routes(list[Route | None]):
     """Which variant drafts for which texts. Kind n is route n - 1; None: there is no such kind."""
-
-    def __init__(self, routes: Sequence[Route | None] = ()) -> None:
-        self.routes = list(routes)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Read the routes among a head's tensors. Raises InvalidField."""
         if ROUTES not in tensors:
             return cls()
-        there, routes = {0, *numbers_in(tensors)}, list[Route | None]()
+        there, routes = {0, *numbers_in(tensors)}, cls()
         for radius, variant, share, other, *centroid in tensors[ROUTES].tolist():
             if radius < 0 or not {variant, other} <= there or not 0 <= share <= 1:
                 why = f"has a radius of {radius:g}, variants {variant:g} and {other:g} or a share of {share:g}"
                 raise InvalidField(f"tensors.{ROUTES}", why)
             routes.append(Route(tuple(centroid), radius, int(variant), share, int(other)) if radius else None)
-        return cls(routes)
+        return routes
 
     def tensor(self) -> Tensor:
         """Return the tensor that `of` reads."""
         tensor = torch.zeros(_ROUTES_SHAPE)
-        for row, route in zip(tensor, self.routes, strict=False):
+        for row, route in zip(tensor, self, strict=False):
             if route is not None:
                 row.copy_(torch.tensor([route.radius, route.variant, route.share, route.other, *route.centroid]))
         return tensor
@@ -168,12 +165,12 @@ class Routes:
         Chance decides by the session's name, so that a session that moves keeps its variant.
         """
         nearest, least = 0, np.inf
-        for kind, route in enumerate(self.routes, 1):
+        for kind, route in enumerate(self, 1):
             if route is not None:
                 distance = float(np.square(np.asarray(route.centroid, np.float32) - sketch).sum())
                 if distance <= route.radius and distance < least:
                     nearest, least = kind, distance
-        route = self.routes[nearest - 1] if nearest else None
+        route = self[nearest - 1] if nearest else None
         if route is None:
             return 0, 0
         chance = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) / 2**64

@@ -46,10 +46,6 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
         request = pb.RollbackRequest(head=head, version=version)
         return int(self._call(self._stub.Rollback, request, ROLLBACK_S).version)
 
-    def close(self) -> None:
-        """End the channel."""
-        self._channel.close()
-
     def _call(self, method: Callable[..., Any], request: Message, timeout_s: float = TIMEOUT_S) -> Any:
         try:
             return method(request, timeout=timeout_s)
@@ -57,7 +53,7 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
             raise from_rpc_error(error) from None
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._channel.close()
 
 
 def plain(message: Message) -> dict[str, Any]:

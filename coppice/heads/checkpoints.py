@@ -8,8 +8,6 @@ Layouts of a block of masks name the same tensors and differ in what config.json
 wrong without any error: how layers are counted, whether the block is causal, and whether the root's own row predicts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

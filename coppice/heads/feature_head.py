@@ -8,8 +8,6 @@ session, and a mixture costs accepted tokens at worst. A session drafts with the
 prompt's kind of text; sessions with different ones take turns in a draft.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy

@@ -5,8 +5,6 @@ walk that draws each node's token from that node's own masked row says what plai
 and computes masks, by Earley parsing over derivatives of regular expressions along a trie of the vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a stack on one machine consists of, and what would end it later: both are checked before anything is started."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

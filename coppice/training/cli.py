@@ -96,7 +96,7 @@ def train_head(
     import torch
 
     from coppice.stack.spec import check_device
-    from coppice.training import heads, trainer
+    from coppice.training import heads
     from coppice.training.answers import READ_TIMES, AnswerPlan, record_answers
     from coppice.training.losses import fast_dtype
     from coppice.training.progress import Progress
@@ -113,7 +113,7 @@ def train_head(
     flags |= {"layers": ",".join(map(str, read))} if read else {}
     flags |= ({"shape": shape} if shape else {}) | ({"adamw": ""} if adamw else {})
     command, plan = command_line("head", data, flags), AnswerPlan(tokens // READ_TIMES, seed=seed)
-    with trainer.stop_signal() as stopping, Progress("tokens") as progress:
+    with heads.stop_signal() as stopping, Progress("tokens") as progress:
 
         def reach(recorded: int, total: int) -> None:
             progress.reach(recorded, total)
@@ -127,8 +127,8 @@ def train_head(
         where: dict[str, Any] = {"device": device, "dtype": own, "layers": read}
         answers = record_answers(data, target, folder, plan, **where, progress=reach, say=progress.print)
     config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
-    recipe = trainer.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else trainer.Recipe(tokens)
-    run = trainer.Trainer(build(config), config, recipe)
+    recipe = heads.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else heads.Recipe(tokens)
+    run = heads.Trainer(build(config), config, recipe)
     if run.train():
         run.export(out, f"A {kind} draft head for {target.resolve().name}", command)
         lengths = read_expectation(out).lengths if (out / "config.json").is_file() else {}

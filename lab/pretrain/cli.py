@@ -20,7 +20,7 @@ def train_target(
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
 
     from coppice.stack.spec import check_device
-    from coppice.training.trainer import Recipe
+    from coppice.training.heads import Recipe
     from lab.pretrain.target import HOW, target_run
 
     check_device("device", device)

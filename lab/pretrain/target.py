@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coppice.config.model import read_tokenizer
 from coppice.training.data import END_OF_TEXT, Domain, read_corpora
-from coppice.training.heads import HeadInTraining, TrainingConfig
-from coppice.training.trainer import Recipe, Trainer
+from coppice.training.heads import HeadInTraining, Recipe, Trainer, TrainingConfig
 
 SIZES = {
     "vocab_size": 8192,

@@ -1,7 +1,5 @@
 """OpenAI's answers: errors, and those made of the events of a request's choices, whole or streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import contextlib

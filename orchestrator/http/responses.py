@@ -3,8 +3,6 @@
 Nothing is stored: a conversation is sent whole, as with chats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

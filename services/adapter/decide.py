@@ -180,7 +180,7 @@ class Bandit:
         sketch = np.array(record.sketch)
         number = self.routes().choose(sketch.astype(np.float32), record.session)[0] or self._new(sketch)
         kind = self[number]
-        distance = _distance(kind, sketch)
+        distance = float(np.square(np.array(kind.centre) - sketch).sum())
         kind.queries += 1
         kind.last = state.queries
         weight = 1 / min(kind.queries, _HORIZON)
@@ -328,7 +328,7 @@ class Bandit:
     def follow(self, routes: Routes, version: int) -> None:
         """Take up the routes of earlier weights, which are in use again as `version`."""
         for number, kind in enumerate(self.state.kinds):
-            route = routes.routes[number] if number < len(routes.routes) else None
+            route = routes[number] if number < len(routes) else None
             kind.let(*((route.variant, route.other, route.share) if route else (0, 0, 0.0)), version)
 
     def routes(self) -> Routes:
@@ -343,16 +343,11 @@ class Bandit:
         for number, kind in enumerate(self.state.kinds, 1):
             count = texts.get(number, 0)
             best, (gain, error) = self._best(number, count), kind.gain()
-            report = pb.KindStatus(kind=number, texts=count, gain=gain, error=error, measured=len(kind.with_variant))
-            report.saves_s, report.costs_s = self.saves(number, best), self.costs(number, best, count)
-            for name in ("queries", "tau", "variant", "other", "share", "updates"):
-                setattr(report, name, getattr(kind, name))
-            reports.append(report)
+            known = kind.model_dump(include={"queries", "tau", "variant", "other", "share", "updates"})
+            known |= {"saves_s": self.saves(number, best), "costs_s": self.costs(number, best, count)}
+            measured = len(kind.with_variant)
+            reports.append(pb.KindStatus(kind=number, texts=count, gain=gain, error=error, measured=measured, **known))
         return reports
-
-
-def _distance(kind: KindState, sketch: NDArray[np.float64]) -> float:
-    return float(np.square(np.array(kind.centre) - sketch).sum())
 
 
 # --- the paper's rule ---
@@ -474,7 +469,7 @@ class Paper:
 
     def follow(self, routes: Routes, version: int) -> None:
         """Reset the values (line 23): earlier weights are in use again."""
-        state, first = self.state, next(iter(routes.routes), None)
+        state, first = self.state, next(iter(routes), None)
         state.values, state.rates, state.taus, state.windows, state.arm = {}, [], [], [], Arm.SKIP
         state.variant, state.blocked = first.variant if first else 0, BLOCKED
 

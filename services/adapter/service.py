@@ -29,8 +29,7 @@ from coppice.rpc.server import Serving
 from coppice.v1 import adapter_pb2 as pb
 
 from .learn import Learner
-from .loop import Active, HeadLoop, OnThread, Replicas
-from .state import AdapterMetrics
+from .loop import Active, AdapterMetrics, HeadLoop, OnThread, Replicas
 
 log = structlog.get_logger()
 

@@ -176,14 +176,9 @@ class Worker(BatchingThread):
 
     @property
     def description(self) -> HeadDescription:
-        """What the head is and how many sessions it has."""
+        """What the head is and how many sessions it has or is about to."""
         opened, closed = self._opened, self._closed
         return replace(self.head.description, sessions=opened - closed, sessions_opened=opened, sessions_closed=closed)
-
-    @property
-    def sessions(self) -> int:
-        """Sessions that the head holds or is about to."""
-        return self._opened - self._closed
 
     def admit_session(self, answer: Callable[[Answer], None]) -> Session:
         """A new session, which counts from now on; `close` must follow."""

@@ -53,7 +53,7 @@ async def serve(settings: Settings) -> int:
     serving.others["memory"] = worker.engine.memory
     async with AsyncExitStack() as stack:
         stack.push_async_callback(worker.stop)
-        servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
+        servicer = VerifierServicer(settings, worker, serving.waits)
         servicers: dict[ServiceDescriptor, object]
         servicers = {verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]: servicer}
         if heads:

@@ -4,8 +4,6 @@ What top-k and top-p keep of a row is everything above some logit, and of what i
 a row once, whatever its law: one operator draws from all rows, and only those that top-k or top-p cuts are sorted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The prefix cache: committed text in full blocks, each known by a hash of its ids, all before them and a salt."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,7 +9,6 @@ import grpc
 
 from coppice import failpoints
 from coppice.config.settings import Settings
-from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc import tracing
@@ -29,9 +28,9 @@ MOST_WAITING = 8 << 20  # bytes that a link has still to write, beyond which it 
 class VerifierServicer:
     """Checks what comes in, hands it to the worker, sends what comes back."""
 
-    def __init__(self, settings: Settings, worker: Worker, info: EngineInfo, waits: StreamWaits) -> None:
-        self.settings, self.worker, self.info, self.waits = settings, worker, info, waits
-        self.max_len = info.context.served(settings.verifier.kv_tokens).tokens
+    def __init__(self, settings: Settings, worker: Worker, waits: StreamWaits) -> None:
+        self.settings, self.worker, self.info, self.waits = settings, worker, worker.engine.info, waits
+        self.max_len = self.info.context.served(settings.verifier.kv_tokens).tokens
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
         self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)

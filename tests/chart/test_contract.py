@@ -22,7 +22,7 @@ from coppice.stack.launch import MODULES
 from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import SessionMetrics
 from orchestrator.metrics import OrchestratorMetrics
-from services.adapter.state import AdapterMetrics
+from services.adapter.loop import AdapterMetrics
 from services.verifier.__main__ import heads_beside
 from services.verifier.prefix import PrefixCache
 from tests.chart.chart import (

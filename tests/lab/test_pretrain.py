@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coppice.training import trainer
+from coppice.training import heads
 from coppice.training.cli import command_line
-from coppice.training.trainer import Recipe
+from coppice.training.heads import Recipe
 from lab.pretrain.target import HOW, target_run
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
@@ -50,14 +50,14 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
     assert train(lines, tmp_path / "whole", 1024)
     stopped = []
 
-    class Stopper(trainer.Progress):
+    class Stopper(heads.Progress):
         def reach(self, done: int, total: int) -> None:
             if done >= 512 and not stopped:
                 stopped.append(done)
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "Progress", Stopper)
+        patch.setattr(heads, "Progress", Stopper)
         assert not train(lines, tmp_path / "parts", 1024)
         assert train(lines, tmp_path / "parts", 1024, resume=True)
     whole, parts = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "parts"))

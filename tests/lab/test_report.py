@@ -22,7 +22,7 @@ from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, Reference, TargetText, judge_token
 from coppice.v1 import adapter_pb2 as pb
 from lab.adapt import Lane, adapt_line, report_lanes, shifted
-from lab.demo import PROMPTS, stream_coloured
+from lab.cli import PROMPTS, stream_coloured
 from lab.measuring import reference_of, reporting
 from lab.options import Options, Question, own_prompts, read_questions
 from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of

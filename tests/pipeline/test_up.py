@@ -20,8 +20,7 @@ from rich.console import Console
 
 from coppice.cli import main
 from coppice.client.client import Client
-from coppice.commands.top import Monitor
-from coppice.commands.up import metrics_pages
+from coppice.commands.up import Monitor, metrics_pages
 from coppice.stack.launch import MODULES, Stack, Supervisor
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference

@@ -28,8 +28,7 @@ from coppice.v1 import adapter_pb2 as pb
 from coppice.wire import drafter as wire
 from services.adapter import loop as head_loop
 from services.adapter.decide import PROVEN_SHARE, YOUNG_SHARE, Arm, Trained
-from services.adapter.loop import HeadLoop, Replicas
-from services.adapter.state import FILE, AdapterMetrics
+from services.adapter.loop import FILE, AdapterMetrics, HeadLoop, Replicas
 from services.drafter.staging import Staging
 from tests.fake_service import SERVICES
 from tests.pushes import Case

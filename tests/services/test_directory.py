@@ -24,7 +24,7 @@ from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
 from coppice.wire.common import FeatureRef
-from services.drafter.following import Verifiers
+from services.drafter.service import Verifiers
 from tests.fake_service import SERVICES, Anything
 from tests.processes import without_waiting
 from tests.services.test_signal_stream import client_of
@@ -142,8 +142,8 @@ async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
 
 
 async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:
-    source = Verifiers(Dialer(), directory(["redis"], "verifier", "", redis.url, "drafter.verifiers"))
-    following = asyncio.create_task(source.run())
+    addresses = directory(["redis"], "verifier", "", redis.url, "drafter.verifiers")
+    source, following = Verifiers(Dialer(), addresses), asyncio.create_task(addresses.run(lambda changed: None))
     ref = FeatureRef("127.0.0.1:1", "s", 0, 1)
     with pytest.raises(InvalidField, match=r"is not one of drafter\.verifiers"):
         await source.follow(ref)

@@ -300,6 +300,6 @@ async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None
         worker.step(session, step_of(1, 7), time.perf_counter_ns())
         for closing in (session, busy, unborn):
             worker.close(closing)
-        assert worker.sessions == 3
+        assert worker.description.sessions == 3
         head.proceed.set()
-    assert (worker.sessions, head.texts, head.batches) == (0, {}, [1])
+    assert (worker.description.sessions, head.texts, head.batches) == (0, {}, [1])

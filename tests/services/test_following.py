@@ -21,7 +21,7 @@ from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import OpenDraft, TreeDelta, draft_request_to_wire
 from coppice.wire.verifier import Commit
-from services.drafter import following
+from services.drafter import service
 from tests.processes import Service, until
 from tests.recorder import (
     IDS,
@@ -217,7 +217,7 @@ async def test_a_stream_whose_commits_do_not_come_ends_the_session() -> None:
 
 
 async def test_a_head_that_is_opened_and_never_asked_keeps_a_bounded_number_of_rows() -> None:
-    feeder, count = Holder(), following._MOST_UNASKED + 2
+    feeder, count = Holder(), service._MOST_UNASKED + 2
     feeder.commits = [commit_of([5], 6, start=len(IDS) + number) for number in range(count)]
     async with feeding(feeder) as ref, drafter_of(Recorder(truth=[5] * 400)) as drafter, drafting(drafter) as here:
         client = await DrafterClient(here, IDS, features=fetched(ref.verifier, "s")).open()
@@ -284,7 +284,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
 async def test_rows_of_other_positions_than_asked_for_are_unavailable(
     monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], hangs: bool
 ) -> None:
-    monkeypatch.setattr(following, "OPEN_S", 0.3 if hangs else 20.0)
+    monkeypatch.setattr(service, "OPEN_S", 0.3 if hangs else 20.0)
     feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
     feeder.go.set()
     async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, drafting(drafter) as stub:

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError, ResponseError
 from coppice.adaptation.signals import Producer
 from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import find_server
+from services.adapter.loop import AdapterMetrics
 from services.adapter.service import Inbox, Lease
-from services.adapter.state import AdapterMetrics
 from tests.certificates import Authority, documented
 from tests.processes import free_port, until
 from tests.services.test_signal_stream import RECORD, Reader

@@ -29,8 +29,8 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.redis_server import LocalRedis
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
+from services.adapter.loop import AdapterMetrics, State
 from services.adapter.service import Inbox
-from services.adapter.state import AdapterMetrics, State
 from services.drafter.worker import WINDOW, Samples
 from tests.signals import Counts, counts, holds, queries, samples
 

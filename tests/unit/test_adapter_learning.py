@@ -21,7 +21,7 @@ from coppice.heads.checkpoints import load_head, save_head
 from coppice.training.losses import Targets
 from services.adapter.decide import UPDATES, Arm
 from services.adapter.learn import SAMPLES, Groups, Learner, Pace
-from services.adapter.state import VERSIONS, Versions
+from services.adapter.loop import VERSIONS, Versions
 from tests.services.test_signal_stream import sample
 from tests.unit.test_feature_heads import VOCAB, save_random
 

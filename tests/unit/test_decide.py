@@ -103,7 +103,7 @@ def test_a_variant_drafts_for_nearly_all_texts_or_for_none_by_its_tokens_a_secon
     young(bandit, 1)
     assert drafted(bandit, 1, 38.0, 50.0) == ["loses"]
     assert drafts(bandit) == (0, 0, 0.0)
-    assert [route and route.share for route in bandit.routes().routes] == [0.0]
+    assert [route and route.share for route in bandit.routes()] == [0.0]
 
 
 def test_a_new_variant_is_compared_with_the_one_before_it_which_stays_if_it_is_better() -> None:
@@ -293,7 +293,7 @@ def test_other_policies_are_the_papers_with_fewer_arms() -> None:
         rule = Paper(policy, N)
         assert set(asked(rule, 40)) == {0, GROUPS[arm]}
         updated(rule, arm, 1)
-        assert [route and route.share for route in rule.routes().routes] == [1.0]
+        assert [route and route.share for route in rule.routes()] == [1.0]
         assert PaperState.model_validate_json(rule.state.model_dump_json()) == rule.state
     always = Paper("always", N)
     assert set(asked(always, 2 * N)) == {GROUPS[Arm.FULL]}

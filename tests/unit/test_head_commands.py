@@ -28,8 +28,7 @@ from coppice.heads.checkpoints import load_head
 from coppice.training import heads, progress
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.cli import app as train
-from coppice.training.heads import TrainingConfig
-from coppice.training.trainer import Recipe, Trainer
+from coppice.training.heads import Recipe, Trainer, TrainingConfig
 from tests.tiny import make_target
 
 SMALL = AnswerPlan(256, length=64)

@@ -25,8 +25,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.training import losses
 from coppice.training.answers import Answer, AnswerPlan, TargetAnswers, draw, record_answers, repeats
 from coppice.training.data import MAX_EPOCHS, DataError, Domain, Reader, is_held_out, read_corpora
-from coppice.training.heads import build_student, head_config
-from coppice.training.trainer import Muon, Recipe
+from coppice.training.heads import Muon, Recipe, build_student, head_config
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMaskedBlock, Text, save_random
 
