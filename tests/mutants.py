@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from coppice.client.client import Attempts
-from coppice.engine import kv_cache, rows
+from coppice.engine import kv_cache, rows, states
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, Tail
+from coppice.engine.states import Plan, States
 from coppice.heads import lm, ngram
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.tree import Ranking
@@ -141,6 +142,27 @@ def _next(draw: Any, ids: Any, p: Any, seed: int, at: int, *more: Any) -> Any:
     return draw(ids, p, seed, at + 1, *more)
 
 
+def _siblings_state(parents_of: Any, tail: Tail) -> Any:
+    parents = parents_of(tail).copy()
+    for row, parent in enumerate(parents.tolist()):
+        others = [other for other in range(parent) if parent > 0 and parents[other] == parents[parent]]
+        parents[row] = others[-1] if others else parent
+    return parents
+
+
+def _accepted_last_row_missing(path: Any, text: Any, prefix: int) -> Any:
+    return path(text, prefix)[:-1]
+
+
+def _window_not_shifted(find: Any, plan: Plan, kernel: int) -> Any:
+    before, last = find(plan, kernel)
+    return before, last.roll(1, 1)
+
+
+def _rejected_rows_in_the_state(accept: Any, self: States, table: BlockTable, accepted: Any) -> None:
+    accept(self, table, range(len(accepted)))
+
+
 MUTANTS: dict[str, Mutant] = {
     "a p/q draft's noise is the residual's (bigram)": Mutant(
         "law of p/q, bigram", ngram, "DRAFT_STREAM", sampling.RESIDUAL_STREAM
@@ -180,5 +202,9 @@ MUTANTS: dict[str, Mutant] = {
     "a prompt's prefix is another session's": Mutant(
         "plain", Session, "commit", _own_prompt, ((Session, "prefill_left", property(_left_of_another_session)),)
     ),
+    "a row continues its sibling's state": Mutant("states", states, "parents_of", _siblings_state),
+    "a state is one row late": Mutant("states", states._Text, "path", _accepted_last_row_missing),
+    "a convolution's window is not shifted": Mutant("states", Plan, "_find", _window_not_shifted),
+    "a state is not rolled back after a rejection": Mutant("states", States, "accept", _rejected_rows_in_the_state),
     "a session gets the next one's rows": Mutant("plain", Engine, "forward", _rows_of_the_next_session),
 }

@@ -7,8 +7,6 @@ drop them), and a layer's window is that of its mask, which is what the stock ke
 tells its attention nothing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,9 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import NOTHING, Ints, Tail
 from coppice.errors import CoppiceError
 
@@ -268,55 +266,3 @@ def packed_attention(
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
-
-
-class KVLayout:
-    """What a model's attention needs of the pool, noted in a forward that it answers with zeros.
-
-    layers: what each layer keeps of a token. windows: those that some layer has, None being none. group: the most query
-    heads that a layer has for each key head. vocab_size: the width of the logits.
-    """
-
-    def __init__(self) -> None:
-        self.layers: list[KVShape] = []
-        self.numbers: list[int] = []
-        self.windows: set[int | None] = set()
-        self.group, self.vocab_size = 1, 0
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend."""
-        (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
-        if value.shape[1] != kv_heads or heads % kv_heads or kept != [rows, dim] or value.shape[2] != rows:
-            raise UnsupportedModel(f"layer {layer.number} attends with {heads} heads from {key.shape} to {value.shape}")
-        self.layers.append(KVShape(kv_heads, dim, value.shape[3]))
-        self.numbers.append(layer.number)
-        self.windows.add(layer.window)
-        self.group = max(self.group, heads // kv_heads)
-        return value.new_zeros(1, rows, heads, value.shape[3])
-
-
-def read_layout(model: PreTrainedModel) -> KVLayout:
-    """Run one row through a model, on the meta device too. Raises UnsupportedModel where a pool cannot serve it."""
-    name = type(model).__name__
-    if getattr(model, "_is_stateful", False):  # of transformers: a text's state cannot be taken back to an earlier row
-        raise UnsupportedModel(f"{name} keeps a state of the text beside its keys and values")
-    model.set_attn_implementation(NAME)
-    layout = KVLayout()
-    row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    try:
-        with torch.inference_mode(), using(layout):
-            present = torch.ones_like(row, dtype=torch.bool)
-            logits = model(
-                input_ids=row, attention_mask=present, position_ids=row, use_cache=False, logits_to_keep=0
-            ).logits
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {error}") from None
-    except Exception as error:
-        reads = isinstance(error, AttributeError | TypeError) and LayerMask.__name__ in str(error)
-        reason = "it computes with its mask" if reads else one_line(error)
-        raise UnsupportedModel(f"{name} cannot run packed: {reason}") from error
-    layers = model.config.get_text_config().num_hidden_layers
-    if layout.numbers != list(range(layers)):
-        raise UnsupportedModel(f"{name} does not attend exactly once in each of its {layers} layers")
-    layout.vocab_size = logits.shape[-1]
-    return layout

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coppice.config.model import GIB
-from coppice.engine.attention import Attention, Sdpa, read_layout
-from coppice.engine.kv_cache import KVPool
+from coppice.engine.attention import NAME, Attention, Layer, LayerMask, Sdpa, UnsupportedModel, one_line
+from coppice.engine.attention import using as attending
+from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.modules import call_directly, fuse, merge_launches, merge_norms, prepack, weight_bytes
 from coppice.engine.ordered import Ordered, by_row
 from coppice.engine.rows import PackedBatch, Piece, Tail, pack
+from coppice.engine.states import Plan, Probe, States, StateShape, adopt, using
 from coppice.engine.steps import Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
@@ -154,11 +156,74 @@ class ForwardOutput:
         return self.clock.taken()
 
 
+class KVLayout:
+    """What a model's attention needs of the pool, noted in a forward that it answers with zeros.
+
+    layers: what each layer keeps of a token, nothing where it does not attend. windows: those that some layer has, None
+    being none. group: the most query heads that a layer has for each key head. vocab_size: the width of the logits.
+    states: the layers that keep a state of the text, and what each keeps.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[KVShape] = []
+        self.numbers: list[int] = []
+        self.windows: set[int | None] = set()
+        self.group, self.vocab_size = 1, 0
+        self.states: list[tuple[Any, StateShape]] = []
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attention.attend."""
+        (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
+        if value.shape[1] != kv_heads or heads % kv_heads or kept != [rows, dim] or value.shape[2] != rows:
+            raise UnsupportedModel(f"layer {layer.number} attends with {heads} heads from {key.shape} to {value.shape}")
+        self.layers.append(KVShape(kv_heads, dim, value.shape[3]))
+        self.numbers.append(layer.number)
+        self.windows.add(layer.window)
+        self.group = max(self.group, heads // kv_heads)
+        return value.new_zeros(1, rows, heads, value.shape[3])
+
+
+def read_layout(model: PreTrainedModel) -> KVLayout:
+    """Run one row through a model, on the meta device too, whose state layers run packed from then on. Raises
+    UnsupportedModel where a pool cannot serve it.
+    """
+    name = type(model).__name__
+    layout, probe = KVLayout(), Probe()
+    try:
+        keeping = adopt(model)
+        if not keeping and getattr(model, "_is_stateful", False):  # as transformers says
+            raise UnsupportedModel("it keeps a state of the text in a form that is not known here")
+        model.set_attn_implementation(NAME)
+        row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        with torch.inference_mode(), attending(layout), using(probe):
+            present = torch.ones_like(row, dtype=torch.bool)
+            logits = model(
+                input_ids=row, attention_mask=present, position_ids=row, use_cache=False, logits_to_keep=0
+            ).logits
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from None
+    except Exception as error:
+        reads = isinstance(error, AttributeError | TypeError) and LayerMask.__name__ in str(error)
+        reason = "it computes with its mask" if reads else one_line(error)
+        raise UnsupportedModel(f"{name} cannot run packed: {reason}") from error
+    count = model.config.get_text_config().num_hidden_layers
+    places = dict(zip(layout.numbers, layout.layers, strict=True))
+    once = len(places) == len(layout.numbers) and places.keys() <= set(range(count))
+    if not once or not (keeping or len(places) == count):
+        often = "more than once in one" if keeping else "not exactly once in each"
+        raise UnsupportedModel(f"{name} attends {often} of its {count} layers")
+    layout.layers = [places.get(number, KVShape(0, 0, 0)) for number in range(count)]
+    layout.states = list(zip(keeping, probe.shapes(len(keeping)), strict=True))
+    layout.vocab_size = logits.shape[-1]
+    return layout
+
+
 class Engine:
     """A causal language model with a paged KV pool."""
 
     bits_hash: bytes = b""  # of what some rows say, once it is known that bits depend on a row's text alone
     memory: str = ""  # what takes how much of it
+    states: States | None = None  # of layers that keep one of the text
 
     def __init__(
         self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE, invariant: bool = False
@@ -181,6 +246,8 @@ class Engine:
             device=model.device,
         )
         count, ends = len(layout.layers), getattr(model.generation_config, "eos_token_id", None)
+        if layout.states:
+            self.states = self.pool.states = States(layout.states, model.device, invariant)
         self._tapped = TappedModel(model, count)
         self.tell: Callable[[PackedBatch], None] | None = None  # has other ranks do the forward to come
         self.info = EngineInfo(
@@ -209,6 +276,8 @@ class Engine:
             f"weights {weights / GIB:.2f} GiB, copies of them for products {(weight_bytes(model) - weights) / GIB:.2f} "
             f"GiB, KV of {kv_tokens} tokens {kv / GIB:.2f} GiB"
         )
+        if self.states is not None:
+            self.memory += f", states {self.states.bytes_each / 2**20:.2f} MiB a session"
         (merge_launches if on_gpu else merge_norms)(model)
         # Their inputs are hidden states that hooks keep.
         call_directly(model, {*self._tapped.layers, output})
@@ -227,7 +296,10 @@ class Engine:
             self.tell(batch)
         run = self.steps.prepare(batch) if self.steps is not None else self._prepare(batch)
         clock = Clock(self.pool.device)
-        return ForwardOutput(*clock(run), clock)
+        if self.states is None:
+            return ForwardOutput(*clock(run), clock)
+        with Plan(self.states, batch).running():
+            return ForwardOutput(*clock(run), clock)
 
     def _prepare(self, batch: PackedBatch) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """As Steps.prepare, on the CPU."""
@@ -240,6 +312,8 @@ class Engine:
     def capture(self) -> str:
         """Have the CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
         assert self.steps is not None
+        if self.states is not None:
+            return "the model keeps states of texts, whose rows are stepped level by level"
         blocks = padded(-(-min(self.info.context.tokens, self.pool.spare) // self.pool.block_size))
         return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
 
@@ -248,7 +322,15 @@ class Engine:
         with ExitStack() as stack:
             borrowed = (self.pool.borrow(f"timing-{s}", context + rows) for s in range(sessions))
             tables = [stack.enter_context(table) for table in borrowed]
-            batch = pack([Piece.chain(table, context, [0] * rows, range(rows)) for table in tables])
+            pieces = [Piece.chain(table, context, [0] * rows, range(rows)) for table in tables]
+            if self.states is not None:  # they step over a tree's levels; what they hold changes no time
+                above, depths = (
+                    [(row - 1) // 2 for row in range(rows)],
+                    [row.bit_length() - 1 for row in range(1, rows + 1)],
+                )
+                pieces = [replace(piece, parents=above, depths=depths, certain=False) for piece in pieces]
+                self.states.pretend(tables, context)
+            batch = pack(pieces)
             took: list[int] = []
             for _ in range(repeats):
                 start = time.perf_counter_ns()

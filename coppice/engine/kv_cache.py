@@ -1,11 +1,9 @@
 """The keys and values of all sessions: one tensor cut into blocks, and who owns which block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +51,19 @@ class BlockTable:
         return self.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
 
+class SessionStates(Protocol):
+    """What else is kept for as long as a session has a block table."""
+
+    def open(self, table: BlockTable) -> None:
+        """Begin a new session."""
+
+    def close(self, table: BlockTable) -> None:
+        """End a session."""
+
+    def accept(self, table: BlockTable, rows: Sequence[int]) -> None:
+        """Take the rows of its latest forward that stay, the root's 0 first."""
+
+
 class KVPool:
     """Paged KV of one target, with exact accounting.
 
@@ -96,6 +107,7 @@ class KVPool:
         self._tables: dict[str, BlockTable] = {}
         self.moves: list[NDArray[np.int64]] | None = None
         """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
+        self.states: SessionStates | None = None
 
     @property
     def free_tokens(self) -> int:
@@ -132,6 +144,8 @@ class KVPool:
             raise
         table = BlockTable(session, self.block_size, blocks, num_tokens, _is_run(blocks))
         self._tables[session] = table
+        if self.states is not None:
+            self.states.open(table)
         return table
 
     @contextmanager
@@ -170,6 +184,8 @@ class KVPool:
         if self._tables.get(table.session) is not table:
             raise ValueError(f"session {table.session} has no such block table")
         del self._tables[table.session]
+        if self.states is not None:
+            self.states.close(table)
         self._owners[table.blocks] -= 1
         table.blocks = table.blocks[:0]
         table.num_tokens = 0
@@ -190,6 +206,8 @@ class KVPool:
                 tokens = np.stack([accepted[start:], np.arange(start, len(accepted))])
                 moved.append(table.slots(base_len + tokens))
             table.num_tokens = base_len + len(accepted)
+            if self.states is not None:
+                self.states.accept(table, rows)
         if moved:
             self.move(np.concatenate(moved, axis=1))
 

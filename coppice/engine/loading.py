@@ -1,7 +1,5 @@
 """An engine from a folder, checked against the model's own attention before anybody is served."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR
@@ -15,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from coppice.config.model import FLOATS, disagreements, ends_line, text_config, text_ends
-from coppice.engine.attention import UnsupportedModel, one_line, read_layout
-from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.attention import UnsupportedModel, one_line
+from coppice.engine.engine import DTYPES, Engine, read_layout
 from coppice.engine.self_check import check_invariant, self_check
 from coppice.errors import CoppiceError, InvalidField
 
@@ -39,17 +37,19 @@ def load_engine(
     kv_tokens: int,
     ranks: int = 1,
     invariant: bool = False,
+    keeps_states: bool = True,
 ) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
     dtype: float32, bfloat16 or float16, of what is not quantised. ranks: of torch.distributed's default group, which
     all call this at once and get an engine each, with this rank's part of the weights and key heads, and whole logits.
+    keeps_states: whether the model's layers may keep states of texts beside keys and values; ranks share none.
     Raises UnusableFolder, and UnsupportedModel, where it can before the weights are read.
     """
     folder = Path(path)
     with _quiet(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _check_layout(folder, config)
+        _check_layout(folder, config, keeps_states and ranks == 1)
         ends = text_ends(folder)
         log.info(ends_line(ends), folder=str(folder))
         for line in disagreements(folder):
@@ -89,7 +89,7 @@ def _quiet(folder: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _check_layout(folder: Path, config: Any) -> None:
+def _check_layout(folder: Path, config: Any, keeps_states: bool) -> None:
     """Ask the model's class, without weights, whether it can run packed. Raises UnsupportedModel."""
     fields = text_config(folder)
     for name, other in config.get_text_config().attribute_map.items():  # two names of one field
@@ -101,7 +101,8 @@ def _check_layout(folder: Path, config: Any) -> None:
         # Products of experts run without values in bfloat16 alone; shapes are the same in every dtype.
         model: PreTrainedModel = build(config, dtype=torch.bfloat16, trust_remote_code=False)
     try:
-        read_layout(model.train(False))
+        if read_layout(model.train(False)).states and not keeps_states:
+            raise UnsupportedModel(f"{type(model).__name__} keeps states of texts: no head or rank can be of its class")
     except UnsupportedModel as error:
         # Where values decide what is computed, only tensors that have values can be asked.
         if not isinstance(error.__cause__, RuntimeError):

@@ -16,6 +16,7 @@ operators, a norm is eight launches and the rotation of queries and keys ten; a 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from types import FunctionType
 from typing import Any, TypeGuard, cast
 
@@ -205,6 +206,7 @@ def _norm_epsilon(module: nn.Module, offset: float, dtype: torch.dtype | None, r
     """
     weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = not len(list(module.children())) and "forward" not in module.__dict__
+    alone = alone and len(signature(type(module).forward).parameters) == 2  # norms with a gate take that too
     stock = type(module).__call__ is nn.Module.__call__ and type(module).forward.__module__ != __name__
     if not (stock and alone and weight is not None and weight.dim() == 1 and isinstance(eps, float)):
         return None

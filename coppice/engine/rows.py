@@ -33,13 +33,14 @@ class Tail:
 
     visible: (N, E + N) bool, which of the E tokens behind the prefix and of the N rows each row sees. Row r writes its
     keys and values at the session's token index prefix + E + r, for which `table` has room. positions: (E + N,)
-    absolute, of these tokens and rows; windows alone ask for them.
+    absolute, of these tokens and rows; windows alone ask for them. certain: the rows stay, whatever their logits are.
     """
 
     table: BlockTable
     prefix: int
     visible: Bools
     positions: Ints | None = None
+    certain: bool = False
 
     @property
     def length(self) -> int:
@@ -81,6 +82,8 @@ class Piece:
     an earlier forward's row. A prefill chunk is a chain, a draft tree is a tree with its root in the first row. depths
     counts from 0 at the first row; keep lists the rows of the piece whose logits are wanted, ascending.
 
+    certain: no row will be rejected.
+
     A drafter grows its tree level by level. earlier: which of the E rows that earlier forwards wrote behind the prefix
     each row descends from, (N, E) bool, and their absolute positions, (E,) int64.
     """
@@ -92,12 +95,13 @@ class Piece:
     depths: Sequence[int]
     keep: Sequence[int]
     earlier: tuple[Bools, Ints] | None = None
+    certain: bool = False
 
     @classmethod
     def chain(cls, table: BlockTable, prefix_len: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> Piece:
         """A prefill chunk, or with one token a plain decoding step."""
         rows = len(tokens)
-        return cls(table, prefix_len, tokens, range(-1, rows - 1), range(rows), keep)
+        return cls(table, prefix_len, tokens, range(-1, rows - 1), range(rows), keep, certain=True)
 
 
 def ancestors(parents: Sequence[int]) -> Bools:
@@ -126,7 +130,7 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
         if piece.earlier is not None:
             visible = np.concatenate((piece.earlier[0], visible), axis=1)
             at = np.concatenate((piece.earlier[1], at))
-        tails.append(Tail(piece.table, piece.prefix_len, visible, at))
+        tails.append(Tail(piece.table, piece.prefix_len, visible, at, piece.certain))
     return PackedBatch(
         tokens=torch.from_numpy(np.array(tokens, np.int64)),
         positions=torch.from_numpy(positions[0] if len(positions) == 1 else np.concatenate(positions)),

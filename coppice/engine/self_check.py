@@ -1,8 +1,7 @@
 """Does packed attention say what the model says? The engine asks itself once, before it serves anybody."""
 
-from __future__ import annotations
-
 import hashlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from coppice.engine.attention import NAME, UnsupportedModel
 from coppice.engine.engine import Engine
 from coppice.engine.ordered import SEGMENT
 from coppice.engine.rows import Piece, ancestors, pack
+from coppice.engine.states import CACHES
 from coppice.engine.steps import decoder_layers
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
@@ -23,6 +23,7 @@ _DEPTHS = (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)
 _PATHS = [np.flatnonzero(path).tolist() for row, path in enumerate(ancestors(_PARENTS)) if row not in _PARENTS]
 """the rows from the root to each leaf"""
 _PREFIX = 40  # tokens, when no window asks for more
+_BESIDE = 20  # tokens behind the borders of two chunks
 _BORDER = SEGMENT - 3  # a prefix behind which the tree lies across a border
 _MAX_PREFIX = 1024  # bounds the check of a large model; a larger window is not crossed
 _WRITTEN = 32  # tokens of each text of which the model writes the prefix
@@ -66,9 +67,12 @@ def roundings(engine: Engine, seed: int) -> Tensor:
     rounding. It goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises OutOfBlocks.
     """
     window = max((window for window in engine.layout.windows if window is not None), default=0)
+    border = engine.states.chunk if engine.states else 0  # of the chunks of a prompt's half
     room = min(engine.info.context.tokens, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(seed)
-    prefix, tree = _write(engine, max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room)), random)
+    prefix, tree = _write(
+        engine, max(1, min(max(_PREFIX, 2 * window, 2 * border + _BESIDE), _MAX_PREFIX, room)), random
+    )
     packed = _packed_logits(engine, prefix, tree)
     expected = _eager_logits(engine, prefix, tree)  # (rows, V)
     noise = torch.stack([_distance(_eager_logits(engine, prefix, tree, random), expected) for _ in range(_NUDGES)])
@@ -106,7 +110,8 @@ def check_invariant(engine: Engine) -> bytes:
     one prompt, and as one in two parts with a step behind. Returns SHA-256 of them. Raises UnsupportedModel, and
     OutOfBlocks when the pool is too small.
     """
-    if any(parameter.dim() > 2 for parameter in engine.model.parameters()):
+    modules = (module for module in engine.model.modules() if not isinstance(module, nn.Conv1d))
+    if any(parameter.dim() > 2 for module in modules for parameter in module.parameters(recurse=False)):
         raise UnsupportedModel("verifier.invariant: experts multiply as many rows at once as are sent to them")
     room = min(engine.info.context.tokens, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(1)
@@ -141,8 +146,22 @@ def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor
         return torch.cat([alone, beside]).float()
 
 
+def _stepped_logits(model: Any, text: Tensor, prompt: int) -> Iterator[Tensor]:
+    """(texts, 1, V) behind each token that follows the first `prompt` ones of (texts, n) ids, as `generate` asks for
+    them: some layers that keep a state clamp a prompt's time steps, and no others.
+    """
+    places, cached = torch.arange(text.shape[1], device=text.device).expand(text.shape), dict[str, Any]()
+    for start, end in pairwise((0, *range(prompt, text.shape[1] + 1))):
+        ids, at = text[:, start:end], places[:, start:end]
+        output = model(input_ids=ids, position_ids=at, use_cache=True, logits_to_keep=1, **cached)
+        cached = {name: output[name] for name in CACHES if name in output}
+        if start:
+            yield output.logits
+
+
 def _eager_logits(engine: Engine, prefix: list[int], tree: list[int], nudges: torch.Generator | None = None) -> Tensor:
-    """(rows, V) float32: each row's logits from a plain causal forward of the model over prefix + path.
+    """(rows, V) float32: each row's logits from a plain causal forward of the model over prefix + path; where it
+    keeps states, from single steps behind the prefix.
 
     nudges: what the first layer reads is moved by up to half of its last digit, so that all that follows is rounded
     otherwise.
@@ -164,10 +183,14 @@ def _eager_logits(engine: Engine, prefix: list[int], tree: list[int], nudges: to
     try:
         with torch.inference_mode():
             text = torch.tensor(texts, device=model.device)
-            logits = model(input_ids=text, use_cache=False, logits_to_keep=depth).logits.float()  # (leaves, depth, V)
+            if engine.states is None:
+                logits = model(input_ids=text, use_cache=False, logits_to_keep=depth).logits.float()
+            else:
+                logits = torch.cat(list(_stepped_logits(model, text, len(prefix))), dim=1).float()
     finally:
         model.set_attn_implementation(NAME)
         if handle:
             handle.remove()
+    # (leaves, depth, V)
     rows = {row: logits[leaf, step] for leaf, path in enumerate(_PATHS) for step, row in enumerate(path)}
     return torch.stack([rows[row] for row in range(len(tree))])

@@ -81,7 +81,11 @@ class LanguageModelHead(KVHead):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.engine = load_engine(
-            settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
+            settings.path,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_tokens=settings.kv_tokens,
+            keeps_states=False,
         )
         info = self.engine.info
         self._width = min(target_width or info.vocab_size, info.vocab_size)

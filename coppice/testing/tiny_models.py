@@ -34,6 +34,31 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("embed_dim", "out_hidden_size", "d_model"), 32),
     **{"image_size": 16, "patch_size": 8, "depth": 2, "num_heads": _HEADS, "encoder_layers": 2},
 }
+# Of layers that keep a state; chunks are short, so that texts cross their borders.
+_SIZES |= {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups", "attn_layer_period"), 2),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **{"mamba_d_ssm": 64, "attn_layer_offset": 1},
+}
+_ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_CONVOLVING = {"layer_types": ["conv", "full_attention"] * 2}
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "mamba2": {"expand": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "moe"]},
+    "bailing_hybrid": _ALTERNATING,
+    "granitemoehybrid": _ALTERNATING,
+    "kimi_linear": _ALTERNATING,
+    "olmo_hybrid": _ALTERNATING,
+    "lfm2": _CONVOLVING,
+    "lfm2_moe": _CONVOLVING,
+    "lfm3": _CONVOLVING,
+}
+"""what types of models need beside"""
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "window": {"sliding_window": _WINDOW, "use_sliding_window": True, "max_window_layers": 2},
@@ -71,7 +96,7 @@ def save_tiny(kind: str, variant: str, folder: Path) -> str:
     """Write a random model into a folder and return its class's name. Raises NotTiny."""
     try:
         default = CONFIG_MAPPING[kind]()
-        config = CONFIG_MAPPING[kind](**_small(default, VARIANTS[variant]))
+        config = CONFIG_MAPPING[kind](**_small(default, VARIANTS[variant]) | _OF_TYPE.get(kind, {}))
         build: Any = AutoModelForCausalLM.from_config
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in build(config).parameters())

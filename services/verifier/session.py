@@ -4,8 +4,6 @@
 noise, unless a device drew; `pq_draws` draws by the p/q rule, for chains sampled from known rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -274,6 +272,7 @@ class Job:
             parents=[-1, *tree.parents.tolist()],  # node i is row i
             depths=tree.depths().tolist(),
             keep=range(len(tree) + 1),
+            certain=not len(tree),
         )
 
     def read(self, first: int, logits: Tensor, drawn: Sequence[int]) -> None:

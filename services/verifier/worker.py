@@ -1,7 +1,5 @@
 """The thread that owns the target and its sessions: it packs whatever waits into forwards, and answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -173,7 +171,11 @@ class Worker(BatchingThread):
         log.info("memory", takes=self.engine.memory)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
-        self._cache = PrefixCache(self.engine.pool, self.settings.prefix_cache_tokens, self.metrics.registry)
+        most_cached = self.settings.prefix_cache_tokens
+        if self.engine.states is not None:
+            log.info("no prefix cache: the target keeps states of texts, and cached blocks have none")
+            most_cached = 0
+        self._cache = PrefixCache(self.engine.pool, most_cached, self.metrics.registry)
         wait([self._grammars.vocabulary])
 
     def idle(self) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import random
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from coppice.client.client import AsyncClient
 from coppice.config.settings import Settings
 from coppice.engine.batching import settle
+from coppice.engine.engine import Engine
 from coppice.errors import StaleFence, Unavailable
 from coppice.heads.base import served_head
 from coppice.rpc.channels import Dialer
@@ -47,6 +49,7 @@ from services.verifier.worker import Worker as Verifier
 from tests.fake_service import SERVICES
 from tests.mutants import MUTANTS
 from tests.recorder import drafter_of, server_of
+from tests.services import test_states
 from tests.sessions import hidden_states, values
 from tests.tiny import make_target
 from tests.unit import test_law, test_weights
@@ -111,7 +114,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[tup
             worker = Verifier(settings.verifier, SessionMetrics("verifier"))
             await worker.start()
             close.push_async_callback(worker.stop)
-            servicer = VerifierServicer(settings, worker, worker.engine.info, StreamWaits(60.0, asyncio.Event()))
+            servicer = VerifierServicer(settings, worker, StreamWaits(60.0, asyncio.Event()))
             at.append((await close.enter_async_context(server_of(SERVICES["verifier"], servicer))).address)
         for name, path in heads.items():
             drafter = settings.drafter.model_copy(update={**told, "name": name, "kind": "lm", "path": str(path)})
@@ -149,8 +152,8 @@ class Rig:
             return self.runner.run(self.identity(check))
         if check.startswith("law"):
             return self.law(check.rpartition(" ")[2])
-        if check == "weights":
-            return self.weights()
+        if check in ("weights", "states"):
+            return self.weights() if check == "weights" else self.states()
         return self.runner.run({"tau": self.tau, "features": self.features, "fence": self.fence}[check]())
 
     async def identity(self, name: str) -> tuple[int, str]:
@@ -180,6 +183,13 @@ class Rig:
                 test_weights.test_after_a_swap_a_head_drafts_as_a_new_one("specblock", "float32", target, Path(folder))
             except AssertionError as error:
                 return 1, str(error).partition("\n")[0] or "another draft"
+        return 0, ""
+
+    def states(self) -> tuple[int, str]:
+        """What a hybrid says through trees; the self-check, which may refuse it first, is not asked."""
+        engine = Engine(copy.deepcopy(test_states.texts_of("qwen3_5_text")[0]), kv_tokens=2048)
+        for said, _ in test_states.differences("qwen3_5_text", engine):
+            return len(said), "another text"
         return 0, ""
 
     async def tau(self) -> tuple[int, str]:

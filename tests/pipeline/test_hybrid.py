@@ -1,0 +1,69 @@
+"""Targets whose layers keep states, one of each kind, through a pipeline of processes: one text under every policy,
+budget and temperature, eight sessions at once, and when a verifier is killed and its sessions are opened elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from coppice.client.client import Client
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec
+from coppice.testing.reference import Reference
+from coppice.testing.tiny_models import VOCAB, save_tiny
+from lab.identity import Way, ask, compare, drawn_by
+from tests.stacks import interrupted, serving
+from tests.tiny import make_target
+
+KINDS = ("qwen3_5_text", "kimi_linear", "bamba", "jamba", "lfm2")
+NEW, LONG, PROMPTS = 32, 60, 8
+WAYS = [Way("plain", None, 1), *(Way(*way, 4) for way in product(("single:lookup", "merge", "auto"), (0, 8, 31)))]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path]]:
+    """Two verifiers of a target, a look-up head, and a language model of another class."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, "", folder / "target")
+    other = make_target(folder / "other", VOCAB, tokenizer=False)
+    heads = HeadSpec("lookup", "lookup"), HeadSpec("other", "lm", other)
+    extra = {"verifier": {"verifier.kv_tokens": 4096}}
+    with serving(folder, folder / "target", *heads, verifiers=2, extra=extra) as stack:
+        yield stack, folder
+
+
+def test_the_text_is_the_targets_in_every_way_and_beside_a_kill(hybrid: tuple[Stack, Path]) -> None:
+    stack, folder = hybrid
+    asked = [
+        (tuple((number + 2) * (at % 7 + 1) % VOCAB for at in range(20 + 10 * number)), params)
+        for number in range(PROMPTS)
+        for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=number))
+    ]
+    texts = ask(stack.address, asked, Way("plain", None, 4), NEW)
+    reference = Reference(folder / "target", "float32", threads=1)
+    expected = [drawn_by(reference, question, ids) for question, ids in zip(asked, texts, strict=True)]
+    clear = [(question, ids) for question, ids in zip(asked, expected, strict=True) if ids is not None]
+    assert len(clear) > PROMPTS
+    asked, expected = [question for question, _ in clear], [ids for _, ids in clear]
+    for way in WAYS:
+        assert compare(str(way), expected, ask(stack.address, asked, way, NEW))["difference"] == ""
+    prompt = asked[0][0]
+    with Client(stack.address) as client:
+        whole = client.generate(prompt, policy="plain", max_new_tokens=LONG, ignore_eos=True).ids
+        for name in [name for name, service in stack.services.items() if service.role == "verifier"]:
+
+            def kill(name: str = name) -> None:
+                os.kill(stack.services[name].pid, signal.SIGKILL)
+                stack.restart(name)
+
+            assert interrupted(client, prompt, kill, policy="merge", max_new_tokens=LONG) == whole
+    log = "".join(file.read_text() for file in folder.glob("verifier*.log"))
+    assert "no prefix cache: the target keeps states of texts" in log
+    assert "Traceback" not in log
