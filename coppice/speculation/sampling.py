@@ -278,7 +278,7 @@ def draw_logits(logits_row: NDArray[np.floating], params: SamplingParams, positi
     Raises ValueError as `decode_row` does.
     """
     highest = float(logits_row[np.argmax(logits_row)])
-    if np.isfinite(highest) and logits_row.size > _FEW and params.keeps_all(logits_row.size):
+    if np.isfinite(highest) and np.count_nonzero(logits_row > -np.inf) > _FEW and params.keeps_all(logits_row.size):
         key = np.uint64(position_key(params.seed, position, TOKEN_STREAM))
         hashes = _mixed(_all_steps(logits_row.size), key)
         near = largest(logits_row, _NEAR)

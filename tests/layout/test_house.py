@@ -37,10 +37,10 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_008,
+    "Python outside tests": 31_007,
     "of it lab": 3_054,
     "files outside tests": 157,
-    "Python of tests": 29_530,
+    "Python of tests": 29_539,
     "words of docs": 23_834,
     "settings": 69,
     "MB of tracked files": 73,

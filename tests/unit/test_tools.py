@@ -176,7 +176,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def is_taken(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether a text is one of a grammar's, token by token."""
     size, ids = tokenizer.get_vocab_size(), tokenizer.encode(text).ids
-    vocabulary = vocabulary_of(tokenizer, size, [0])
+    vocabulary = vocabulary_of(Tokenizer.from_str(tokenizer.to_str()), size, [0])
     matcher = compile_grammar(vocabulary, "lark", grammar)
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and bool(matcher.is_accepting())
 
