@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -123,16 +123,9 @@ def _form(kind: Any) -> Form:
     )
     single.__kwdefaults__ = function.__kwdefaults__
     unmasked = {"attention_mask": None} if "attention_mask" in parameters else {}
-
-    def whole(module: Any, states: Tensor, **cache: Any) -> Tensor:
-        output: Tensor = kind.forward(module, states, **unmasked, **cache)
-        return output
-
-    def rows(module: Any, states: Tensor, **cache: Any) -> Tensor:
-        output: Tensor = single(module, states, **unmasked, **cache)
-        return output
-
-    return Form(whole, rows, caches[0], _FROM_NOTHING not in code.co_names)
+    return Form(
+        partial(kind.forward, **unmasked), partial(single, **unmasked), caches[0], _FROM_NOTHING not in code.co_names
+    )
 
 
 def _by_ancestors(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -37,7 +37,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_007,
+    "Python outside tests": 31_000,
     "of it lab": 3_054,
     "files outside tests": 157,
     "Python of tests": 29_539,
