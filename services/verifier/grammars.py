@@ -51,6 +51,8 @@ class Grammars:
     def __init__(self, folder: str, info: EngineInfo) -> None:
         self._file, self._info = Path(folder) / "tokenizer.json", info
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self.masking = ThreadPoolExecutor(1, "masks")
+        """of masks that a forward on the CPU will need, which are computed beside it"""
         self._compiled = lru_cache(MOST_COMPILED)(self._compile)
         self.vocabulary: Future[LLTokenizer] = self._thread.submit(self._prepare)
 

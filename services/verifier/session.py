@@ -245,7 +245,7 @@ class Job:
     def cut_forbidden(self) -> None:
         """Leave out the nodes that the grammar forbids, unless a choice would change their law."""
         guide, step = self.session.guide, self.step
-        if guide is not None and step is not None and step.q_rows is None:
+        if guide is not None and step is not None and step.q_rows is None and len(self.tree):
             self._keep(guide.nodes(step.root, self.tree))
 
     def _keep(self, nodes: IntArray) -> None:
@@ -323,9 +323,8 @@ class Job:
         adjusted = penalties.adjusted(row, text) if penalties.change_rows else row
         if guide is None:
             return adjusted
-        allowed = guide.allowed(text)
-        masked = np.where(allowed, adjusted, np.float32(-np.inf))
-        return masked if masked.max() > -np.inf else np.where(allowed, row, np.float32(-np.inf))
+        masked = guide.masked(adjusted, text)
+        return masked if masked.max() > -np.inf else guide.masked(row, text)
 
     def law(self, node: int) -> SampledRow:
         """The row after G at a node. Raises ValueError on a row that decode_row refuses."""

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import structlog
@@ -258,7 +260,8 @@ class Worker(BatchingThread):
         layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
         started = time.perf_counter_ns()
         try:
-            output = self.engine.forward(pack([job.piece for job in jobs], layers))
+            with self._masks_ahead(jobs):
+                output = self.engine.forward(pack([job.piece for job in jobs], layers))
             drawn = draw_jobs(jobs, output.logits) if self.engine.on_device else ()
         except Exception as error:
             log.exception("forward failed", sessions=len(jobs))
@@ -296,6 +299,25 @@ class Worker(BatchingThread):
         for job in steps:
             job.lay(room)
         return [*steps, *chunks]
+
+    @contextmanager
+    def _masks_ahead(self, jobs: list[Job]) -> Iterator[None]:
+        """Have another thread prepare what grammars leave of the rows of a forward on the CPU, for its length."""
+        guides = [(job.session.guide, job.step, job.tree) for job in jobs if job.step and job.session.guide]
+        is_over = Event()
+
+        def look_ahead() -> None:
+            for guide, step, tree in guides:
+                if not is_over.is_set():
+                    guide.look_ahead([step.root], tree, is_over.is_set)
+
+        looking = self._grammars.masking.submit(look_ahead) if guides and not self.engine.on_device else None
+        try:
+            yield
+        finally:
+            is_over.set()
+            if looking:
+                looking.result()
 
     def _account(self, jobs: list[Job], steps: list[int], output: ForwardOutput, started: int) -> VerifyTimings:
         """What all sessions of a forward are told of it; metrics and the pruner learn from it. steps: of which keys."""

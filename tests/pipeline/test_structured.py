@@ -69,7 +69,7 @@ def test_a_step_draws_from_the_targets_own_row_of_what_the_grammar_allows(client
         while ids[-1] != 0 or ids == prompt:
             with torch.inference_mode():
                 row = model(torch.tensor([ids])).logits[0, -1].numpy()
-            law = decode_row(np.where(guide.allowed([]), row, -np.inf), sampling)
+            law = decode_row(guide.masked(row, []), sampling)
             ids.append(draw(*law, sampling.seed, len(ids)))
             guide.append(ids[-1:])
         for policy in ("plain", "merge"):

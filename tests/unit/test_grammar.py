@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import regex
 from llguidance import LLTokenizer
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coppice.config.token_bytes import TokenBytes
@@ -66,7 +67,7 @@ def test_an_id_is_allowed_where_the_text_can_go_on_with_it(
     for _ in range(6):
         guide, text = Guide(compile_grammar(vocabulary, "regex", pattern), VOCAB), b""
         for _ in range(8):
-            allowed = guide.allowed([])
+            allowed = allowed_by(guide, [])
             assert allowed.shape == (VOCAB,)
             whole = text.decode(errors="ignore")  # characters
             assert bool(allowed[END]) == bool(whole.encode() == text and regex.fullmatch(pattern, whole))
@@ -78,8 +79,8 @@ def test_an_id_is_allowed_where_the_text_can_go_on_with_it(
             if not onward:
                 break
             token = rng.choice(onward)
-            assert np.array_equal(guide.allowed([token]), guide.allowed([token]))  # asking changes nothing
-            assert np.array_equal(guide.allowed([]), allowed)
+            assert np.array_equal(allowed_by(guide, [token]), allowed_by(guide, [token]))  # asking changes nothing
+            assert np.array_equal(allowed_by(guide, []), allowed)
             guide.append([token])
             text += pieces[token]
 
@@ -98,7 +99,15 @@ def test_a_tree_keeps_the_nodes_whose_texts_can_go_on(tokenizer: Tokenizer, voca
         if len(kept) == len(tree):
             masks = np.unpackbits(guide.masks([root], tree), axis=1, count=VOCAB, bitorder="little")
             for mask, path in zip(masks, [(), *paths(tree)], strict=True):
-                assert np.array_equal(mask, guide.allowed([root, *path]))
+                assert np.array_equal(mask, allowed_by(guide, [root, *path]))
+            guide.look_ahead([root], tree, bool)
+            for mask, path in zip(masks, [(), *paths(tree)], strict=True):
+                assert np.array_equal(mask, allowed_by(guide, [root, *path]))
+
+
+def allowed_by(guide: Guide, ids: Sequence[int], size: int = VOCAB) -> NDArray[np.bool_]:
+    """(V,) which ids a grammar allows behind some."""
+    return np.isfinite(guide.masked(np.zeros(size, np.float32), ids))
 
 
 def is_possible(pattern: str, spelled: TokenBytes, path: tuple[int, ...]) -> bool:
@@ -142,9 +151,9 @@ def test_a_choice_is_one_of_its_texts(choices: list[str], tokenizer: Tokenizer, 
     for choice in choices:
         guide = Guide(compile_grammar(vocabulary, "choice", json.dumps(choices)), VOCAB)
         guide.append(tokenizer.encode(choice, add_special_tokens=False).ids)
-        assert guide.allowed([])[END]
+        assert allowed_by(guide, [])[END]
         if not any(each != choice and each.startswith(choice) for each in choices):
-            assert np.flatnonzero(guide.allowed([])).tolist() == [END]
+            assert np.flatnonzero(allowed_by(guide, [])).tolist() == [END]
 
 
 def test_ids_that_the_grammar_does_not_allow_are_refused(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
@@ -176,10 +185,10 @@ def test_forced_text_is_cut_into_ids_as_behind_other_text(family: str) -> None:
     size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("</s>")
     for text in ("the cat saw the dog's hat", " the end", "naïve 🙂 </s> it"):
         guide = Guide(compile_grammar(vocabulary_of(tokenizer, size, [end]), "choice", json.dumps([text])), size)
-        [root] = np.flatnonzero(guide.allowed([])).tolist()
+        [root] = np.flatnonzero(allowed_by(guide, [], size)).tolist()
         ids = [root, *guide.forced(root)]
         assert b"".join(map(spelled.of, ids)) == text.encode()
-        assert np.flatnonzero(guide.allowed(ids)).tolist() == [end]
+        assert np.flatnonzero(allowed_by(guide, ids, size)).tolist() == [end]
 
 
 def without_spaces() -> Tokenizer:
@@ -200,6 +209,6 @@ def test_what_is_allowed_is_taken(make: Callable[[], Tokenizer]) -> None:
     matcher = compile_grammar(vocabulary_of(tokenizer, size, [size - 1]), "json", numbers)
     for _ in range(10):
         guide, taken = Guide(matcher.deep_copy(), size), 0
-        while (allowed := np.flatnonzero(guide.allowed([])).tolist()) != [size - 1] and taken < 40:
+        while (allowed := np.flatnonzero(allowed_by(guide, [], size)).tolist()) != [size - 1] and taken < 40:
             guide.append([rng.choice(allowed)])
             taken += 1
