@@ -255,7 +255,7 @@ class HeadPool(Pool[DrafterReplica]):
     def _misfit(self, head: HeadDescription) -> str:
         """Why a head cannot be used with the target or beside the others of its pool; empty when it can."""
         layers = head.feature_layers
-        if max(layers, default=0) >= self._layers:
+        if max(layers, default=0) > self._layers + 1:  # the last two: what its final norm reads and gives
             return f"it reads features of {layers}, of a target of {self._layers} layers"
         if head.vocab_size and self._vocab_size and head.vocab_size != self._vocab_size:
             return f"it has a vocabulary of {head.vocab_size} ids, the target one of {self._vocab_size}"

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
+
+from coppice.config.model import MTP_LAYOUTS, text_config
 
 END_OF_TEXT = "<|end|>"
 HEADER = """context_length=max_position_embeddings block_count=num_hidden_layers embedding_length=hidden_size
@@ -124,3 +127,20 @@ def make_gguf(folder: Path, file: Path, kind: str = "Q8_0", **changed: object) -
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def add_mtp(folder: Path, layout: str = "Qwen3-Next, Qwen3.5", like: int = -1) -> Path:
+    """Ship an MTP head of a layout with a target: a copy of its layer `like` behind a random projection and norms."""
+    file, config, names = folder / "model.safetensors", text_config(folder), MTP_LAYOUTS[layout]
+    tensors, layers, hidden = load_file(file), config["num_hidden_layers"], config["hidden_size"]
+    root, layer = names.root or f"model.layers.{layers}.", f"model.layers.{like % layers}."
+    *norms, norm, block = (root + part for part in names.parts)
+    head = {block + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
+    noise = torch.Generator().manual_seed(3)
+    head |= {f"{part}weight": torch.rand(hidden, generator=noise) + 0.5 for part in (*norms, norm)}
+    head[f"{norms[2]}weight"] = torch.randn(hidden, 2 * hidden, generator=noise) / hidden**0.5
+    if not names.root:  # as these are published
+        for copy in ("embed_tokens", "shared_head.head"):
+            head[f"{root}{copy}.weight"] = torch.zeros(config["vocab_size"], hidden)
+    save_file(tensors | head, file, {"format": "pt"})
+    return folder

@@ -17,7 +17,7 @@ from rich.table import Table
 from coppice import __version__
 from coppice.client.client import Client, default_address
 from coppice.commands.generate import Address
-from coppice.config.model import GIB, ends_line, text_ends
+from coppice.config.model import GIB, NO_MTP, ends_line, find_mtp, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.process import checkout, why_no_port
@@ -124,6 +124,7 @@ def _target(folder: Path) -> Iterator[Finding]:
             yield Finding("forwards", speed or "the weights are so few that caches may hold them")
         except CoppiceError as error:
             yield Finding("forwards", str(error), False)
+    yield Finding("MTP head", "in the checkpoint: coppice up drafts with it" if find_mtp(folder) else f"it {NO_MTP}")
     yield Finding("end of texts", ends_line(text_ends(folder)))
     for warning in target_warnings(folder):
         yield Finding("target's files", warning)

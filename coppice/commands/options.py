@@ -37,7 +37,8 @@ def file(flag: str, what: str, *suffixes: str) -> Any:
 Heads = Annotated[
     list[str] | None,
     names(
-        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, dflash, jetspec, dspark or what a package adds.",
+        "Draft heads, or none; KIND is bigram, lookup, lm, eagle3, specblock, dflash, jetspec, dspark, mtp or what a "
+        "package adds.",
         "--head",
         metavar="NAME=KIND[:DIR],...",
     ),
@@ -50,11 +51,13 @@ def stack_spec(
 ) -> "StackSpec":
     """The spec of the options; an unusable one is a usage error that names it. target_is: what gave the target."""
     from coppice.errors import InvalidField
-    from coppice.stack.spec import HeadSpec, StackSpec
+    from coppice.stack.spec import HeadSpec, StackSpec, default_heads
 
     try:
         if heads:
-            options["heads"] = tuple(HeadSpec.parse(head) for head in heads)
+            options["heads"] = () if heads == ["none"] else tuple(HeadSpec.parse(head) for head in heads)
+        elif target:
+            options["heads"] = default_heads(target)
         return StackSpec(target=target, **options) if target else StackSpec.demo(**options)
     except InvalidField as error:
         hint = target_is if error.field == "target" else f"--{error.field}"

@@ -333,6 +333,8 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     yield f"{verifier.dtype}: {INVARIANT if verifier.invariant else PROMISES[verifier.dtype]}"
     if heads := [head.name if head.name == head.kind else f"{head.name} ({head.kind})" for head in spec.heads]:
         yield f"heads    {', '.join(heads)}; each {_place(drafter.dtype, drafter.device, drafter.threads)}"
+    if any(head.kind == "mtp" for head in spec.heads):
+        yield "mtp      read from the target's own checkpoint; --head none drafts with nothing"
     policy = settings.orchestrator.policy or Policy.default([head.name for head in spec.heads]).name
     yield f"policy   {policy}, budget {settings.orchestrator.budget}"
     yield f"failover a request waits up to {stack.failover_s:.0f} s for a verifier that died and loads again"

@@ -1,14 +1,14 @@
 """What a model's folder must hold, what its files say, and the memory that it takes, before any weight is read."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -69,7 +69,85 @@ def check_model(setting: str, folder: str | Path | None, typed: bool = False) ->
 def shared_shards(folder: str | Path) -> tuple[str, ...]:
     """Patterns of the files whose tensors heads share, by a folder's index. Raises InvalidField."""
     files: dict[str, str] = _read(folder, INDEX).get("weight_map") or {}
-    return tuple({file for name, file in files.items() if name.endswith((*EMBEDDINGS, OUTPUT))}) or ("*.safetensors",)
+    shipped = mtp_prefixes(files)
+    ends = (*EMBEDDINGS, OUTPUT, *(["model.norm.weight"] if any(name.startswith(shipped) for name in files) else ()))
+    shared = {file for name, file in files.items() if name.endswith(ends) or name.startswith(shipped)}
+    return tuple(shared) or ("*.safetensors",)
+
+
+def tensors_in(folder: str | Path, framework: str = "np") -> Iterator[tuple[str, Any]]:
+    """The names of a checkpoint's tensors, each with the open file that has it; none of a file that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with suppress(SafetensorError, OSError), safe_open(path, framework) as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file
+
+
+def unscaled(folder: str | Path) -> set[str]:
+    """Weights that a scale would be needed for: transformers casts them in silence."""
+    weights = (
+        (name, file.get_slice(name).get_dtype()) for name, file in tensors_in(folder) if name.endswith(".weight")
+    )
+    return {name for name, dtype in weights if dtype not in FLOATS}
+
+
+class MtpLayout(NamedTuple):
+    """What the tensors of an MTP head are called in its target's checkpoint, and what it computes."""
+
+    root: str  # how all begin; empty: as the layer that has an `eh_proj`
+    parts: tuple[str, ...]  # how each of MTP_PARTS goes on
+    hidden_first: bool = False  # the hidden state comes before the embedding in what is projected
+    reads_normed: bool = True  # the target's last hidden state is that behind the final norm
+    norm_output: bool = True  # the next level reads the head's own state behind its norm
+
+
+MTP_PARTS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.", "mtp_block.")
+"""as in transformers' module: norms of embedding and hidden state, projection, last norm, decoder layer"""
+MTP_LAYOUTS = {
+    "Qwen3-Next, Qwen3.5": MtpLayout(
+        "mtp.", ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0.")
+    ),
+    "DeepSeek-V3, GLM-4 MoE": MtpLayout("", ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.", "")),
+    "MiMo": MtpLayout(
+        "model.mtp_layers.0.",
+        ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.", ""),
+        hidden_first=True,
+        reads_normed=False,
+    ),
+    "Ernie 4.5": MtpLayout(
+        "model.",
+        ("mtp_emb_norm.0.", "mtp_hidden_norm.0.", "mtp_linear_proj.0.", "norm.", "mtp_block.0."),
+        reads_normed=False,
+        norm_output=False,
+    ),
+}
+NO_MTP = f"ships no MTP head of a known layout ({'; '.join(MTP_LAYOUTS)}) without quantisation or an own embedding"
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+
+
+def mtp_prefixes(names: Iterable[str]) -> tuple[str, ...]:
+    """How the names of MTP heads' tensors begin among those of a checkpoint, first that of a layer with `eh_proj`."""
+    numbered = {name.removesuffix("eh_proj.weight") for name in names if name.endswith(".eh_proj.weight")}
+    return (*sorted(sorted(numbered), key=len), "mtp.", "model.mtp_")
+
+
+def find_mtp(folder: str | Path) -> tuple[MtpLayout, dict[str, str]] | None:
+    """The layout of the MTP head in a target's checkpoint, and what its tensors there are called in transformers'
+    module, by name; None without one that can be read. Raises InvalidField.
+    """
+    every = [name for name, _ in tensors_in(folder)]
+    for layout in MTP_LAYOUTS.values():
+        names, root = dict[str, str](), layout.root or mtp_prefixes(every)[0]
+        for part, theirs in zip(MTP_PARTS, layout.parts, strict=True):
+            its = (name for name in every if name.startswith(root + theirs) and not name.endswith(_COPIES))
+            names = {name: part + name.removeprefix(root + theirs) for name in its} | names
+        if {f"{part}weight" for part in MTP_PARTS[:-1]} <= {*names.values()}:
+            config = text_config(folder)
+            own = "quantization_config" in config or config.get("mtp_use_dedicated_embeddings")
+            return None if own else (layout, names)
+    return None
 
 
 def text_ends(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -276,27 +354,20 @@ def free_memory(device: str) -> float | None:
 
 def _weights(folder: Path, config: dict[str, Any], each: int) -> int:
     """Bytes of a checkpoint; a file that cannot be read has none: loading will say what is wrong with it."""
-    from safetensors import SafetensorError, safe_open
-
     # These are as large as any once the first forward has made numbers of them.
     unpacked = (config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
     total = 0
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, "np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    count, dtype = prod(part.get_shape()), part.get_dtype()
-                    if unpacked and name.endswith(".weight_packed"):
-                        continue
-                    if unpacked and name.endswith(".weight_shape"):
-                        total += prod(map(int, tensors.get_tensor(name))) * each
-                    elif dtype in FLOATS or (unpacked and name.endswith(".weight")):
-                        total += count * each
-                    else:
-                        total += count * _BITS.get(dtype, 8) // 8
-        except (SafetensorError, OSError):
+    for name, file in tensors_in(folder):
+        part = file.get_slice(name)
+        count, dtype = prod(part.get_shape()), part.get_dtype()
+        if unpacked and name.endswith(".weight_packed"):
             continue
+        if unpacked and name.endswith(".weight_shape"):
+            total += prod(map(int, file.get_tensor(name))) * each
+        elif dtype in FLOATS or (unpacked and name.endswith(".weight")):
+            total += count * each
+        else:
+            total += count * _BITS.get(dtype, 8) // 8
     return total
 
 

@@ -20,7 +20,7 @@ SERVICES = {
 """the gRPC service of each role"""
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "dflash", "jetspec", "dspark")
+HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "dflash", "jetspec", "dspark", "mtp")
 """Kinds of heads of this package."""
 
 
@@ -32,10 +32,12 @@ def check_kind(kind: str) -> str:
 
 
 HeadKind = Annotated[str, AfterValidator(check_kind)]
-FEATURE_KINDS: tuple[HeadKind, ...] = HEAD_KINDS[3:]
+TRAINED_KINDS: tuple[HeadKind, ...] = HEAD_KINDS[3:-1]
+"""Heads that `coppice train` trains on the target's features, each in a folder."""
+FEATURE_KINDS: tuple[HeadKind, ...] = (*TRAINED_KINDS, "mtp")
 """Heads that read the target's features."""
 ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "dspark")
-"""Those of them that an adapter can train while they serve."""
+"""Those that an adapter can train while they serve."""
 PolicyName = Literal["bandit", "paper", "always", "full-only", "head-only"]
 
 

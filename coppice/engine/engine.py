@@ -290,7 +290,7 @@ class Engine:
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows, whose keys and values are in the pool afterwards; the tables have room for them.
 
-        The last hidden state is no feature layer: transformers gives it after the final norm.
+        Feature layer i is what layer i reads; behind them come the last one's output and the final norm's.
         """
         if self.tell is not None:
             self.tell(batch)
@@ -309,13 +309,15 @@ class Engine:
         keep = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
         return partial(self._tapped, attention, batch.tokens, batch.positions, keep, batch.feature_layers)
 
-    def capture(self) -> str:
-        """Have the CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
+    def capture(self, beside: Sequence[int] = ()) -> str:
+        """Have the CUDA device replay graphs of the steps from now on, which also give the feature layers `beside` the
+        default ones; returns why it cannot, "" when it does.
+        """
         assert self.steps is not None
         if self.states is not None:
             return "the model keeps states of texts, whose rows are stepped level by level"
         blocks = padded(-(-min(self.info.context.tokens, self.pool.spare) // self.pool.block_size))
-        return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
+        return self.steps.capture(graph_buckets(blocks), (*self.info.feature_layers, *beside))
 
     def timing(self, rows: int, *, sessions: int = 1, context: int = 300, repeats: int = 15) -> int:
         """Median nanoseconds of a forward, plan included, of so many rows a session. Raises OutOfBlocks."""

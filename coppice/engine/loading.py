@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import structlog
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from coppice.config.model import FLOATS, disagreements, ends_line, text_config, text_ends
+from coppice.config.model import disagreements, ends_line, find_mtp, mtp_prefixes, text_config, text_ends, unscaled
 from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine, read_layout
 from coppice.engine.self_check import check_invariant, self_check
@@ -60,7 +59,8 @@ def load_engine(
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
             torch.cuda.set_device(index)  # kernels are launched on the thread's device
         engine = Engine(model, kv_tokens=kv_tokens, invariant=invariant)
-        if engine.steps is not None and (reason := engine.capture()):
+        reads = [engine.info.layers + mtp[0].reads_normed] if (mtp := find_mtp(folder)) else []
+        if engine.steps is not None and (reason := engine.capture(reads)):
             log.warning("no CUDA graphs: steps are launched one operator at a time", why=reason)
         self_check(engine)
         if invariant:
@@ -130,11 +130,12 @@ def _load(folder: Path, config: Any, device: str, dtype: str, ranks: int) -> Pre
         ignore_mismatched_sizes=True,  # they are reported, too
         output_loading_info=True,
     )
+    shipped = mtp_prefixes(report["unexpected_keys"])
     for kind, keys in (
         ("lacks", report["missing_keys"]),
-        ("holds, but the model has no place for,", report["unexpected_keys"]),
+        ("holds, but the model has no place for,", {k for k in report["unexpected_keys"] if not k.startswith(shipped)}),
         ("holds in another shape", {key for key, *_ in report["mismatched_keys"]}),
-        ("is not quantised, but holds no floating numbers in", set() if quantised else _unscaled(folder)),
+        ("is not quantised, but holds no floating numbers in", set() if quantised else unscaled(folder)),
     ):
         if keys:
             shown, more = sorted(keys)[:_SHOWN], len(keys) - _SHOWN
@@ -145,13 +146,3 @@ def _load(folder: Path, config: Any, device: str, dtype: str, ranks: int) -> Pre
     elif dtype == "float32" and not getattr(model, "is_quantized", False):
         model = model.to(torch.float32)  # quantised numbers became bfloat16 where nothing multiplies them
     return model  # type: ignore[no-any-return]
-
-
-def _unscaled(folder: Path) -> set[str]:
-    """Weights that a scale would be needed for: transformers casts them in silence."""
-    names = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            weights = (name for name in tensors.keys() if name.endswith(".weight"))  # noqa: SIM118
-            names |= {name for name in weights if tensors.get_slice(name).get_dtype() not in FLOATS}
-    return names

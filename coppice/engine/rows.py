@@ -64,7 +64,7 @@ class PackedBatch:
 
     tokens: (T,) int64 ids. positions: (T,) int64, absolute in the session's text. tails: what each session's rows see,
     in the order of the rows. logits_to_keep: (R,) int64, the rows of the batch whose logits are wanted, ascending.
-    feature_layers: hidden states wanted of every row (index 0 is the embeddings); empty for none.
+    feature_layers: hidden states wanted of every row, see Engine.forward; empty for none.
     """
 
     tokens: Tensor

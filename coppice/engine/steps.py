@@ -173,7 +173,9 @@ def tree_attention(*inputs: Any) -> Tensor:
 
 
 class TappedModel:
-    """A model whose forward also answers hidden states: layer i's input is hidden_states[i]."""
+    """A model whose forward also answers hidden states: number i is layer i's input, and behind those of all layers are
+    the last one's output and the final norm's.
+    """
 
     def __init__(self, model: PreTrainedModel, count: int) -> None:
         """Of `count` decoder layers. Raises UnsupportedModel."""
@@ -185,7 +187,7 @@ class TappedModel:
     def __call__(
         self, attention: Attention, tokens: Tensor, positions: Tensor, keep: Tensor | int, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (R, V) of the rows `keep`, 0 for all of the (T,) tokens, and (T, n * H) of the n tapped layers' inputs
+        """Logits (R, V) of the rows `keep`, 0 for all of the (T,) tokens, and (T, n * H) of n hidden states, `layers`,
         side by side; None where there are none.
         """
         if layers != self._tapped:
@@ -203,17 +205,23 @@ class TappedModel:
             return logits[0], torch.cat(states, dim=-1)[0] if states else None
 
     def _tap(self, layers: tuple[int, ...]) -> None:
-        """Have the next forwards keep these layers' inputs. Most keep those of the one before."""
+        """Have the next forwards keep these hidden states. Most keep those of the one before."""
         for handle in self._handles:
             handle.remove()
         self._tapped = layers
+        behind = dict(enumerate((self.layers[-1], self.model.get_decoder()), len(self.layers)))  # type: ignore[no-untyped-call]
         self._handles = [
-            self.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+            behind[index].register_forward_hook(partial(self._keep_output, index))
+            if index in behind
+            else self.layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
             for index in layers
         ]
 
     def _keep(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden[index] = args[0] if args else kwargs["hidden_states"]
+
+    def _keep_output(self, index: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._hidden[index] = output if isinstance(output, Tensor) else output[0]
 
 
 @cache

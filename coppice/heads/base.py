@@ -192,7 +192,7 @@ class KVHead(Head):
 _BUILDERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("bigram", "lookup"), ("coppice.heads.ngram", "NgramHead")),
     "lm": ("coppice.heads.lm", "LanguageModelHead"),
-    "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
+    **dict.fromkeys(("eagle3", "mtp"), ("coppice.heads.block_head", "Eagle3Head")),
     "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
     **dict.fromkeys(("dflash", "jetspec", "dspark"), ("coppice.heads.block_head", "MaskedBlockHead")),
 }

@@ -2,7 +2,7 @@
 
 K tokens a forward, M forwards a step, the later ones from several nodes at once: `specblock` branches by a rank head
 (SpecBlock, section 3 and algorithm 2). `eagle3` has blocks of one token, so that a forward adds a level (EAGLE-3,
-EAGLE-2): the best nodes of a level are expanded, and the best of all are kept.
+EAGLE-2): the best nodes of a level are expanded, and the best of all are kept. `mtp` drafts so, too.
 
 `dflash`, `jetspec` and `dspark` fill a block of mask tokens in one forward. Without a Markov table every slot is the
 same behind every node, so that the tree is the best of all combinations of the slots' tokens (DDTree, arXiv
@@ -112,10 +112,10 @@ class SpecBlockHead(FeatureHead):
 class Eagle3Head(SpecBlockHead):
     """A trained EAGLE-3 drafter: blocks of one token, so that a forward adds a level, of which `top_k` are expanded."""
 
-    kind = "eagle3"
     anytime = False  # each part wakes two processes, and there are many levels
 
     def __init__(self, settings: DrafterSettings) -> None:
+        self.kind = settings.kind  # eagle3 or mtp
         super().__init__(settings)
         self._branch((self.settings.top_k,) * BUCKETS, self.settings.depth)
 

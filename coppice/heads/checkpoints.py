@@ -17,15 +17,21 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_layers import MtpLayer
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
 
-from coppice.config.model import EMBEDDINGS, OUTPUT, check_model
+from coppice.config.model import EMBEDDINGS, NO_MTP, OUTPUT, check_model, find_mtp, mtp_prefixes, tensors_in
 from coppice.config.sections import HEADS
-from coppice.engine.engine import default_feature_layers
+from coppice.engine.engine import default_feature_layers, read_layout
 from coppice.engine.modules import SIBLINGS
+from coppice.engine.steps import decoder_layers
 from coppice.errors import InvalidField
 from coppice.heads.layers import HeadConfig
 from coppice.heads.models import (
@@ -35,6 +41,8 @@ from coppice.heads.models import (
     Eagle3Model,
     JetSpecConfig,
     MaskedBlockModel,
+    MtpConfig,
+    MtpModel,
     SpecBlockConfig,
     SpecBlockModel,
 )
@@ -53,7 +61,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 MASKED_KINDS = ("dflash", "jetspec", "dspark")  # heads that fill a block of masks
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-_PATH = "drafter.path"
+_PATH, _TARGET = "drafter.path", "drafter.target"
 _KIND = "coppice_head"  # in config.json of our own layout: the kind
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _SPELLINGS = {
@@ -102,12 +110,12 @@ class TargetParts:
     def __init__(self, folder: str | Path) -> None:
         """Read configuration and token embedding of a target's folder. Raises InvalidField."""
         self._folder = Path(folder)
-        check_model("drafter.target", str(folder))
+        check_model(_TARGET, str(folder))
         config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         self.config = config.get_text_config()
         embedding = _find_tensor(self._folder, EMBEDDINGS)
         if embedding is None:
-            raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+            raise InvalidField(_TARGET, f"{folder} holds no token embedding in safetensors")
         self.embedding, self.vocab_size = embedding, len(embedding)
 
     def scale_of(self, kind: str) -> float:
@@ -124,14 +132,11 @@ class TargetParts:
         return self.embedding if own is None else own
 
 
-def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118
-                if key.endswith(names):
-                    tensor: Tensor = tensors.get_tensor(key)
-                    return tensor
-    return None
+def _find_tensor(folder: Path, ends: tuple[str, ...]) -> Tensor | None:
+    """Return the tensor whose name ends so, but for those of a head that ships beside the target's."""
+    shipped = mtp_prefixes(name for name, _ in tensors_in(folder))
+    named = ((name, file) for name, file in tensors_in(folder, "pt") if name.endswith(ends))
+    return next((file.get_tensor(name) for name, file in named if not name.startswith(shipped)), None)
 
 
 def shape_of(kind: str) -> Shape:
@@ -212,6 +217,11 @@ def _masked_fields(values: Mapping[str, Any], published: str, zlab: bool) -> tup
     for name, served in _SERVED.items():
         if name in values and values[name] not in served:
             raise InvalidField(_PATH, f"config.json: {name} {values[name]!r} is not served")
+    dflash2 = "selector_rank", "selector_top_k", "conv_kernel_size"
+    if second := [f"{name} {values[name]}" for name in dflash2 if values.get(name)]:
+        raise InvalidField(
+            _PATH, f"config.json: {', '.join(second)}: DFlash2's selector and convolutions are not served"
+        )
     if any(layer != "full_attention" for layer in values.get("layer_types", ())):
         raise InvalidField(_PATH, f"config.json: layer_types {values['layer_types']}: only full_attention is served")
     markov, causal = bool(values.get("markov_rank")), bool(values.get("causal"))
@@ -235,11 +245,11 @@ def _feature_layers(given: Mapping[str, Any], speculators: bool) -> list[int]:
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind with what it takes from its target. Raises InvalidField naming the first misfit."""
-    model = read_head(Path(folder))
+    parts = TargetParts(target)
+    model = read_mtp(Path(target), parts.config) if kind == MtpConfig.kind else read_head(Path(folder))
     config: HeadConfig = model.config
     if config.kind != kind:
         raise InvalidField(_PATH, f"{folder} is a checkpoint of kind {config.kind}, not {kind}")
-    parts = TargetParts(target)
     embedding = parts.embedding if model.own_embedding is None else model.own_embedding
     for name, has, needs in (
         ("vocab_size", config.vocab_size, parts.vocab_size),
@@ -250,7 +260,7 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
             raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: {name} is {has}, the target's is {needs}")
     depth = parts.config.num_hidden_layers
     layers = config.feature_layers or default_feature_layers(depth)
-    if max(layers) >= depth:
+    if max(layers) >= depth and kind != MtpConfig.kind:
         reason = f"{max(layers)} is not among 0..{depth - 1} of the target, whose last hidden state is normed"
         raise InvalidField(_PATH, f"{Path(folder) / CONFIG}: feature_layers: {reason}")
     if model.own_embedding is None:
@@ -291,6 +301,62 @@ def read_head(folder: Path) -> Any:
     if own_output:
         model.lm_head.weight, model.own_output = tensors[_LM_HEAD].float(), True
     return model.float()
+
+
+def read_mtp(folder: Path, text: Any) -> MtpModel:
+    """Read the MTP head in the checkpoint of a target with this text configuration, in float32. Raises InvalidField.
+
+    In a target without values it takes the place of the last layer like its own, so that its tensors are converted as
+    the target's are: experts become one tensor.
+    """
+    if (found := find_mtp(folder)) is None:
+        raise InvalidField(_TARGET, f"{folder} {NO_MTP}")
+    layout, names = found
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        target = build(text, dtype=torch.bfloat16, trust_remote_code=False)
+    shapes, layers = read_layout(target.train(False)).layers, decoder_layers(target, text.num_hidden_layers)
+    sparse, number = any(".experts." in name for name in names), len(layers) - 1
+    while not shapes[number].kv_heads or sparse != any(".experts." in name for name in layers[number].state_dict()):
+        if (number := number - 1) < 0:
+            raise InvalidField(_TARGET, f"{folder}: no layer of the target is like the MTP head's")
+    target.config.mtp_hidden_states_first = layout.hidden_first
+    like: Any = layers[number]
+    with torch.device("meta"):
+        layer = layers[number] = MtpLayer(target.config, type(like), type(like.input_layernorm), number)
+    tensors = {names[name]: file.get_tensor(name) for name, file in tensors_in(folder, "pt") if name in names}
+    _load_layer(folder, target, layer, tensors)
+    module: Any
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 0  # in the head's KV
+    fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    values = {name: getattr(text, name, None) for name in (*fields, "max_position_embeddings")}
+    values |= {"feature_layers": (text.num_hidden_layers + layout.reads_normed,), "shared_output": True}
+    config = MtpConfig.checked(values | {"norm_output": layout.norm_output}, _TARGET, f"{folder / CONFIG}: ")
+    model = MtpModel(config, layer, type(target.get_decoder().rotary_emb)(text), shapes[number])
+    for fault in _faults(model.state_dict(), model.state_dict(), config):
+        raise InvalidField(_TARGET, f"{folder}: the MTP head's {fault}")
+    return model.float()
+
+
+def _load_layer(folder: Path, target: Any, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load tensors into a layer of a target as the target's own are loaded. Raises InvalidField."""
+    prefix = next(name for name, module in target.named_modules() if module is layer) + "."
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log is no terminal
+    conversions: Any = get_model_conversion_mapping(target)
+    report, _ = convert_and_load_state_dict_in_model(
+        target,
+        {prefix + name: tensor for name, tensor in tensors.items()},
+        LoadStateDictConfig(weight_mapping=conversions, dtype=torch.float32),
+    )
+    for fault, keys in (
+        ("lacks", {key for key in report.missing_keys if key.startswith(prefix)}),
+        ("has no place for", report.unexpected_keys),
+        ("has another shape in", {key for key, *_ in report.mismatched_keys}),
+    ):
+        if keys:
+            raise InvalidField(_TARGET, f"{folder}: the MTP head {fault} {min(keys).removeprefix(prefix)}")
 
 
 def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) -> None:

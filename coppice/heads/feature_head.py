@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -23,16 +23,16 @@ from torch import Tensor
 
 from coppice.adaptation.weights import Routes, Weights, numbers_in, sketch_of, variant_name
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import Attention, Layer, Sdpa
+from coppice.engine.attention import Attention, Sdpa
 from coppice.engine.engine import DTYPES, Clock
-from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
+from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.modules import prepack
 from coppice.engine.rows import Ints, PackedBatch, RowTable, Tail
 from coppice.engine.steps import Bucket, StepInputs, padded
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, KVHead, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
-from coppice.heads.layers import Attend, DraftModel
+from coppice.heads.layers import DraftModel
 from coppice.heads.tree import BlockTree, Ranking
 from coppice.speculation.tree import DraftTree
 from coppice.wire.common import Features
@@ -87,7 +87,7 @@ class Inputs:
     features: Tensor
     embeddings: Tensor  # (1, N, hidden)
     positions: Tensor  # (1, N)
-    attends: list[Attend]  # one for each layer
+    attends: list[Any]  # one for each layer, as the model takes it
     outputs: Tensor  # (J,) rows whose states are read
 
 
@@ -125,12 +125,8 @@ class FeatureHead(KVHead):
         self.models, self.routes, self._variant = {0: model}, Routes(), 0
         self.ranking = Ranking(model.target_ids.to(device))
         self.slots: int = config.slots if self.row_is_block else 1
-        self.pool = KVPool(
-            layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
-            tokens=settings.kv_tokens * self.slots,
-            dtype=self.dtype,
-            device=device,
-        )
+        tokens = settings.kv_tokens * self.slots
+        self.pool = KVPool(layers=model.kv_shapes, tokens=tokens, dtype=self.dtype, device=device)
         self.embedding = loaded.embedding.to(device, self.dtype)
         group = config.num_attention_heads // config.num_key_value_heads
         self._step_inputs = lru_cache(_INPUTS)(lambda size, beside: StepInputs(size, group, self.pool, beside))
@@ -188,9 +184,7 @@ class FeatureHead(KVHead):
                 features = sent.view(torch.uint8)[: features.nbytes].view(features.dtype).view(features.shape)
             else:
                 features = features.index_select(0, sent)
-        attends: list[Attend] = [
-            partial(attention.attend, Layer(number)) for number in range(self.config.num_hidden_layers)
-        ]
+        attends = self.model.attends(attention)
         return Inputs(features, self.embedding.index_select(0, tokens)[None], positions[None], attends, outputs)
 
     @property

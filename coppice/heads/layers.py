@@ -5,6 +5,7 @@ public layouts keep them apart (coppice/heads/checkpoints.py).
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,6 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice import limits
 from coppice.config.model import Expectation
+from coppice.engine import attention as packed
+from coppice.engine.kv_cache import KVShape
 from coppice.errors import InvalidField
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, (B, T, D) each
@@ -164,6 +167,9 @@ class DraftModel(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        # What each layer keeps of a row.
+        shape = KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        self.kv_shapes = [shape] * config.num_hidden_layers
 
     @torch.no_grad()
     def freeze(self) -> None:
@@ -191,6 +197,10 @@ class DraftModel(nn.Module):
         )
         self.rotary = Rotary(LlamaRotaryEmbedding(like))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def attends(self, attention: packed.Attention) -> list[Any]:
+        """Return how each layer attends in a forward."""
+        return [partial(attention.attend, packed.Layer(number)) for number in range(self.config.num_hidden_layers)]
 
     @property
     def target_ids(self) -> Tensor:

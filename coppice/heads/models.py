@@ -1,7 +1,8 @@
 """The draft heads as torch modules, for training and serving.
 
 SpecBlock (sections 3.1 and 3.2, appendix B) has K slots a row, each with condition, token and a position query. EAGLE-3
-is one layer over the token embedding beside the fused features.
+is one layer over the token embedding beside the fused features. An MTP head is one over the embedding beside the
+target's last hidden state.
 
 DFlash, JetSpec and DSpark are one module: a block of mask tokens that reads the committed features. A committed
 position gives each layer a key and a value made of its features alone, so it is computed once and needs no root. The
@@ -13,14 +14,16 @@ what is drafted predicts the token at p + k + 1. (DFlash, arXiv 2602.06036; JetS
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from coppice.heads.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Layer, Rope, largest, norm_of
+from coppice.engine import attention as packed
+from coppice.engine.kv_cache import KVShape
+from coppice.heads.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Layer, Rope, Rotary, largest, norm_of
 from coppice.limits import MAX_TREE_DEPTH
 
 
@@ -172,7 +175,7 @@ class Eagle3Model(DraftModel):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         wide = config.feature_width
-        self.fc = nn.Linear(wide, config.hidden_size, bias=False)
+        self.fc: nn.Module = nn.Linear(wide, config.hidden_size, bias=False)
         self.input_norm = norm_of(config, wide) if config.norm_before_fc else None
         self.midlayer = _MidLayer(config)
         self.add_output()
@@ -185,8 +188,7 @@ class Eagle3Model(DraftModel):
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """(B, N, hidden) fused features or states, and embeddings -> (B, N, hidden) states, normed if `norm_output`."""
-        (attend,) = attends
-        out: Tensor = self.midlayer(embedding, hidden, rope, attend)
+        out: Tensor = self.midlayer(embedding, hidden, rope, *attends)
         return self.norm(out) if self.config.norm_output else out
 
     def read(self, states: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
@@ -195,6 +197,30 @@ class Eagle3Model(DraftModel):
             return super().read(states, slot)
         logits: Tensor = self.lm_head(states)
         return logits, states
+
+
+class MtpConfig(Eagle3Config):
+    kind: ClassVar[str] = "mtp"
+
+
+class MtpModel(Eagle3Model):
+    """The MTP head in a target's checkpoint: EAGLE-3's over the target's last hidden state as it is, with transformers'
+    MtpLayer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+
+    def __init__(self, config: MtpConfig, layer: Any, rotary: Any, shape: KVShape) -> None:
+        """layer: with its weights; its attention is Coppice's and keeps `shape` of a row. rotary: the target's."""
+        DraftModel.__init__(self, config)
+        self.add_output()
+        self.fc, self.input_norm = nn.Identity(), None
+        self.midlayer, self.norm, self.rotary, self.kv_shapes = layer, layer.post_norm, Rotary(rotary), [shape]
+        layer.post_norm, layer.use_post_norm = None, False
+
+    def attends(self, attention: packed.Attention) -> list[Any]:
+        """Return the mask, positions and cache that the layer takes."""
+        layer: Any = self.midlayer
+        window = getattr(layer.mtp_block.self_attn, "sliding_window", None)
+        return [packed.LayerMask(attention, window), None, None]
 
 
 class MaskedBlockConfig(HeadConfig):

@@ -10,7 +10,7 @@ from typing import Any, Self, get_args
 
 from coppice.config import model
 from coppice.config.gguf import as_folder
-from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
+from coppice.config.sections import ADAPTED_KINDS, TRAINED_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField, NotFound
 from coppice.limits import check_range
@@ -83,10 +83,15 @@ class HeadSpec:
 
 
 COUNTING_KINDS = ("bigram", "lookup")
-WEIGHED_KINDS = tuple(kind for kind in HEAD_KINDS if kind not in COUNTING_KINDS)
+WEIGHED_KINDS = ("lm", *TRAINED_KINDS)
 """Kinds that have a folder; what a package adds says for itself whether it needs one."""
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
+
+
+def default_heads(target: Path) -> tuple[HeadSpec, ...]:
+    """The heads of a target for which none are chosen: the one in its checkpoint and look-up, else those that count."""
+    return (HeadSpec("mtp", "mtp"), COUNTED_HEADS[-1]) if model.find_mtp(target) else COUNTED_HEADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,10 @@ class StackSpec:
             if head.kind in WEIGHED_KINDS and (reason := model.why_no_model(head.path, typed=head.kind == "lm")):
                 form = "" if head.path else ": write NAME=KIND:DIR"
                 raise InvalidField("head", f"{head.name}: {reason}{form}")
+            if head.kind == "mtp" and head.path:
+                raise InvalidField("head", f"{head.name}: is in the target's checkpoint: write {head.name}=mtp")
+            if head.kind == "mtp" and not model.find_mtp(self.target):
+                raise InvalidField("head", f"{head.name}: {self.target} {model.NO_MTP}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
         if self.one_process and self.replicas > 1:

@@ -8,7 +8,7 @@ import typer
 
 from coppice.config.gguf import as_folder
 from coppice.config.model import read_expectation, warning_of
-from coppice.config.sections import FEATURE_KINDS
+from coppice.config.sections import TRAINED_KINDS
 from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.machine import Dtype, extension, extensions
 
@@ -59,7 +59,7 @@ def train_head(
     data: Data,
     out: Out,
     target: Annotated[Path, typer.Option(help="Folder or GGUF file of the target that teaches.")],
-    kind: Annotated[str, typer.Option(help=f"Kind of head: {', '.join(FEATURE_KINDS)}, or one that a package adds.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of head: {', '.join(TRAINED_KINDS)}, or one that a package adds.")],
     tokens: Annotated[
         int,
         typer.Option(
@@ -86,7 +86,7 @@ def train_head(
     adamw: Annotated[bool, typer.Option("--adamw", help="AdamW for all weights, not Muon for matrices.")] = False,
 ) -> None:
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
-    if kind not in (kinds := (*FEATURE_KINDS, *extensions(TRAINING))):
+    if kind not in (kinds := (*TRAINED_KINDS, *extensions(TRAINING))):
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(kinds)}", param_hint="--kind")
     from coppice.commands.up import find_model
 
@@ -104,7 +104,7 @@ def train_head(
     check_device("device", device)
     read, fields = _layers(layers), _fields(shape)
     build = heads.FeatureHeadInTraining
-    if kind not in FEATURE_KINDS:
+    if kind not in TRAINED_KINDS:
         build = extension(TRAINING, kind, "--kind")
     elif note := heads.check_shape(kind, target, read, fields):
         typer.echo(note)

@@ -28,7 +28,7 @@ redis: {port: {{ .Values.redis.port }}}
 
 {{/* Kinds of heads that read the target's features, those of plug-ins among them. */}}
 {{- define "coppice.featureKinds" -}}
-{{- $kinds := list "eagle3" "specblock" "dflash" "jetspec" "dspark" }}
+{{- $kinds := list "eagle3" "specblock" "dflash" "jetspec" "dspark" "mtp" }}
 {{- range $kind, $has := .Values.plugins }}{{ if $has.features }}{{ $kinds = append $kinds $kind }}{{ end }}{{ end }}
 {{- toJson $kinds }}
 {{- end }}

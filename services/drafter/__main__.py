@@ -3,7 +3,7 @@
 import sys
 
 from coppice.config.model import check_model
-from coppice.config.sections import FEATURE_KINDS
+from coppice.config.sections import TRAINED_KINDS
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import own_registries
@@ -16,7 +16,7 @@ from .service import drafting
 
 async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
-    if settings.drafter.kind in (*FEATURE_KINDS, "lm"):
+    if settings.drafter.kind in ("lm", *TRAINED_KINDS):
         check_model("drafter.path", settings.drafter.path)
     name = settings.drafter.name or settings.drafter.kind
     tracing.start(settings.telemetry, f"drafter-{name}")

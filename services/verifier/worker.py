@@ -204,8 +204,8 @@ class Worker(BatchingThread):
             raise InvalidField("open.session", "is already open")
         layers = self.engine.info.layers
         for layer in request.feature_layers:
-            if layer not in range(layers):
-                raise InvalidField("open.feature_layers", f"{layer} is not a layer of this target (0..{layers - 1})")
+            if layer not in range(layers + 2):  # behind them what the final norm reads, and what it gives
+                raise InvalidField("open.feature_layers", f"{layer} is not a layer of this target (0..{layers + 1})")
         try:
             prefix = self._cache.open(request, reserved_tokens(request, self.settings))
         except OutOfBlocks as error:

@@ -32,10 +32,10 @@ from tests.unit.test_feature_heads import (
     HIDDEN,
     SAMPLED,
     VOCAB,
+    Dense,
     Slow,
     Text,
     Tokens,
-    attention,
     check_steps,
     save_random,
 )
@@ -88,7 +88,7 @@ class SlowParallelSpec(SlowMedusa):
         rows = torch.cat((self.model.prefix(text.features[start:length], self.embedding[tokens]), masks))
         mask = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
         rope = self.model.rope(torch.arange(start, start + len(rows))[None], torch.float32)
-        out: Tensor = self.model(rows[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
+        out: Tensor = self.model(rows[None], rope, self.model.attends(Dense(mask)))
         return out[0, -len(masks) :]
 
     def slots_say(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:

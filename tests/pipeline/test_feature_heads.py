@@ -19,17 +19,20 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from coppice.client.client import AsyncClient, Client
+from coppice.commands.up import facts
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import load_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec
+from coppice.stack.spec import HeadSpec, default_heads
 from coppice.testing.reference import Reference
+from coppice.testing.tiny_models import save_tiny
 from coppice.training.cli import app as train
 from coppice.wire.generation import Chunk
 from tests.stacks import serving
-from tests.tiny import make_target
+from tests.tiny import add_mtp, make_target
 from tests.unit.test_feature_heads import save_random
+from tests.unit.test_mtp import CASES
 
 VOCAB, DRAFT_VOCAB, WINDOW = 32, 24, 24
 PROMPTS = [
@@ -194,3 +197,19 @@ def test_no_text_depends_on_the_draft_vocabulary(learnt: Path, tmp_path: Path) -
                 answer = client.generate(prompt, policy=f"single:{kind}", budget=16, sampling=sampling, **options)
                 assert answer.ids == (sampled if sampling is SAMPLED else greedy), (kind, sampling)
                 assert sum(answer.verified_nodes) > 0
+
+
+@pytest.mark.parametrize(("kind", "layout", "like"), [*CASES[:2], CASES[3], CASES[-1]], ids=lambda part: str(part)[:12])
+def test_a_target_drafts_with_the_mtp_head_in_its_checkpoint(kind: str, layout: str, like: int, tmp_path: Path) -> None:
+    """Greedy and sampled, the text is plain decoding's, and every step's tree is the head's; a hybrid target's, too."""
+    save_tiny(kind, "", tmp_path)
+    heads = default_heads(add_mtp(tmp_path, layout, like))
+    told: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "trees": True}
+    options = {"one_process": kind == "qwen3", "extra": {"verifier": {"verifier.prune": False}}}
+    with serving(None, tmp_path, *heads, **options) as stack, Client(stack.address) as client:
+        assert any("read from the target's own checkpoint" in line for line in facts(stack, logs_stay=False))
+        for prompt, sampling in product(PROMPTS, (GREEDY, SAMPLED)):
+            plain = client.generate(prompt, policy="plain", sampling=sampling, **told)
+            drafted = client.generate(prompt, policy="single:mtp", sampling=sampling, **told)
+            assert drafted.ids == plain.ids
+            assert sum(len(tree.tokens) for tree in drafted.trees) > 8 * len(drafted.trees)

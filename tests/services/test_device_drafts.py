@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.config.sections import FEATURE_KINDS, TRAINED_KINDS, DrafterSettings
 from coppice.engine.engine import Clock, Engine
-from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.engine.kv_cache import KVPool
 from coppice.heads.base import DraftJob, served_head
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.lm import LanguageModelHead
@@ -36,20 +36,19 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
     if kind == "lm":
         return language_model(target, there=there)
     path = save_random(folder / kind, kind)
+    target = path if kind == "mtp" else target
     settings = DrafterSettings(kind=kind, path=str(path), target=str(target), kv_tokens=4096, depth=DEPTH)
     with pytest.MonkeyPatch.context() as patch:
         if there:
             patch.setattr("coppice.heads.feature_head.prepack", lambda _: None)  # which CPUs alone do
         head: Any = served_head(settings)
     if there:
-        config = head.config
         move(head.model)
         for part in head.model.modules():
             if getattr(part, "frozen", None) is not None:
                 part.frozen = part.frozen.to(DEVICE)
-        shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
         head.pool, head.device = (
-            KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE),
+            KVPool(layers=head.model.kv_shapes, tokens=head.pool.free_tokens, device=DEVICE),
             torch.device(DEVICE),
         )
         head.embedding = head.embedding.to(DEVICE)
@@ -73,7 +72,7 @@ def language_model(target: Path, *, there: bool) -> Any:
 
 def drafts(head: FeatureHead, samplings: Sequence[SamplingParams], counts: Counts | None = None) -> list[Any]:
     """The trees of two steps of a session for each sampling; the device's counts are those of the second."""
-    texts = [Text.random(60 + at, at) for at in range(len(samplings))]
+    texts = [Text.random(60 + at, at, len(head.description.feature_layers) or 3) for at in range(len(samplings))]
     for key, text in enumerate(texts):
         opened(head, key, text, LENGTH + key % 3)
     trees = []
@@ -109,7 +108,7 @@ def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
     expected = drafts(head_of(kind, tmp_path, target, there=False), SEEDED)
     told = DrafterSettings(kind=kind, path=str(tmp_path / kind), target=str(target), kv_tokens=4096, depth=DEPTH)

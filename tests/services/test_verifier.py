@@ -224,7 +224,7 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: 
     q_rows = np.zeros((1, VOCAB), np.float32)
     async with verifying(verifier) as stub:
         with pytest.raises(InvalidField, match=r"^open\.feature_layers"):
-            await VerifierClient(stub, feature_layers=(LAYERS,)).open()
+            await VerifierClient(stub, feature_layers=(LAYERS + 2,)).open()
         other = await VerifierClient(stub, "other").open()
         for field, changes in {
             "step.tree.parents: ": {"tree": tree([1, 1], [2, 1], [-1, -1])},

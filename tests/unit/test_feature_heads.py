@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.config.model import MTP_LAYOUTS
+from coppice.config.sections import TRAINED_KINDS, DrafterSettings
+from coppice.engine.attention import Layer
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head, build_head, served_head, with_tree_shape
 from coppice.heads.block_head import BEST_CHILD, BLOCKS, PARENTS, WIDTHS
@@ -29,6 +31,7 @@ from coppice.testing import HeadContract
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
+from tests.tiny import add_mtp, make_target
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 96, 48, 32
 SIZES = {
@@ -46,6 +49,8 @@ Tokens = tuple[int, ...]
 
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     """A head of random weights, large enough that slots and nodes differ clearly."""
+    if kind == "mtp":
+        return add_mtp(make_target(folder, VOCAB, layers=3, tokenizer=False), **more)
     torch.manual_seed(seed)
     shape, architecture = shape_of(kind)
     config = shape.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
@@ -102,13 +107,16 @@ def assert_same(served: dict[Tokens, float], slow: dict[Tokens, float], budget: 
     assert best(served, budget) == pytest.approx(best(slow, budget), abs=2e-3)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Dense attention of (1, H, T, D) under a (T, T) mask."""
-    group = query.shape[1] // key.shape[1]
-    out = F.scaled_dot_product_attention(
-        query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), attn_mask=mask
-    )
-    return out.transpose(1, 2)
+@dataclass(frozen=True)
+class Dense:
+    """Attention under a (T, T) mask."""
+
+    mask: Tensor
+
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As Attention.attend."""
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=layer.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class SlowSpecBlock(Slow):
                         seen = slot + 1
                     mask[row * slots + slot, other * slots : other * slots + seen] = True
         rope = self.model.rope(torch.tensor([first]), torch.float32)
-        attends = [lambda q, k, v: attention(q, k, v, mask)] * self.model.config.num_hidden_layers
+        attends = self.model.attends(Dense(mask))
         with torch.inference_mode():
             out: Tensor = self.model(conditions[None], self.embedding[torch.tensor(tokens)][None], rope, attends)
         return out[0, -1]
@@ -262,7 +270,7 @@ class SlowEagle3(Slow):
             mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
             rope = self.model.rope(torch.arange(start, start + len(tokens))[None], torch.float32)
             embedded = self.embedding[torch.tensor(tokens)]
-            out: Tensor = self.model(hidden[None], embedded[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
+            out: Tensor = self.model(hidden[None], embedded[None], rope, self.model.attends(Dense(mask)))
         return out[0, -1]
 
 
@@ -296,7 +304,7 @@ class SlowMaskedBlock(Slow):
         if config.causal:
             mask[:, count:].tril_()
         rope = model.rope(torch.arange(start, length + size)[None], torch.float32)
-        attends = [lambda q, k, v: attention(q, k, v, mask)] * config.num_hidden_layers
+        attends = self.model.attends(Dense(mask))
         out = model(model.condition(text.features[start:length])[None], block[None], rope, attends)
         states: Tensor = model.norm(out[0])[size - config.slots :]
         return states
@@ -305,11 +313,12 @@ class SlowMaskedBlock(Slow):
 SLOW: dict[str, type[Slow]] = {
     **dict.fromkeys(("dflash", "jetspec", "dspark"), SlowMaskedBlock),
     "specblock": SlowSpecBlock,
-    "eagle3": SlowEagle3,
+    **dict.fromkeys(("eagle3", "mtp"), SlowEagle3),
 }
 
 
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead, Slow]:
+    target = folder if kind == "mtp" else target
     given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
     settings = with_tree_shape(DrafterSettings.model_validate(given))
     return build_head(settings), SLOW[kind](folder, target, settings)  # type: ignore[return-value]
@@ -329,6 +338,7 @@ VARIANTS = [
     ("dspark", {"sample_from_anchor": False, "confidence_with_markov": False}, {"top_k": 3, "depth": 4}),
     ("specblock", {"feature_layers": (6, 0, 3, 1, 4)}, {}),
     ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
+    *(("mtp", {"layout": layout}, {"top_k": 5, "depth": 4}) for layout in MTP_LAYOUTS),
 ]
 
 
@@ -366,7 +376,7 @@ def check_steps(head: FeatureHead, slow: Any, sampling: SamplingParams) -> None:
     check_pool(head.pool)
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 @pytest.mark.parametrize("kv_tokens", [8, 4096])
 def test_warming_up_leaves_nothing_behind(kind: str, kv_tokens: int, target: Path, tmp_path: Path) -> None:
     folder = save_random(tmp_path, kind)
@@ -377,7 +387,7 @@ def test_warming_up_leaves_nothing_behind(kind: str, kv_tokens: int, target: Pat
     check_pool(head.pool)
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -> None:
     head, slow = build(kind, save_random(tmp_path, kind), target)
     head.max_context = 30

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from coppice.config.sections import HEAD_KINDS, DrafterSettings
+from coppice.config.sections import HEAD_KINDS, TRAINED_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, build_head
 from coppice.heads.ngram import NgramHead
 from coppice.speculation.tree import TreeError
 from coppice.testing import HeadContract
 from coppice.wire.drafter import Advance, OpenDraft
-from tests.tiny import make_target
+from tests.tiny import add_mtp, make_target
 from tests.unit.test_feature_heads import VOCAB, save_random
 
 
@@ -23,9 +23,9 @@ from tests.unit.test_feature_heads import VOCAB, save_random
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, and heads of random weights by kind."""
     folder = tmp_path_factory.mktemp("models")
-    make_target(folder / "target", VOCAB, layers=8, tokenizer=False)
+    add_mtp(make_target(folder / "target", VOCAB, layers=8, tokenizer=False))
     make_target(folder / "lm", VOCAB, seed=1, tokenizer=False)
-    for kind in HEAD_KINDS[3:]:
+    for kind in TRAINED_KINDS:
         save_random(folder / kind, kind)
     return folder
 

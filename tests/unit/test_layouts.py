@@ -312,6 +312,7 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("z-lab", without("mask_token_id"), "mask_token_id is missing"),
         ("z-lab", dropped("block_size"), "block_size is missing"),
         ("z-lab", put("layer_types", SLIDING), "layer_types .*sliding_attention.*: only full_attention is served"),
+        ("z-lab", inner(selector_rank=256), "selector_rank 256: DFlash2's selector and convolutions are not served"),
         ("z-lab", inner(use_swa=True), "use_swa is true"),
         ("z-lab", inner(input_embedding_scale=2.0), "input_embedding_scale 2.0 is not served"),
         ("z-lab", put("final_logit_softcapping", 30.0), "final_logit_softcapping 30.0 is not served"),

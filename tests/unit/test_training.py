@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from coppice.config.model import read_tokenizer, warning_of
-from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.config.sections import TRAINED_KINDS, DrafterSettings
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, with_tree_shape
@@ -323,7 +323,7 @@ def check_last_block(states: list[torch.Tensor], slow: Any, text: Text, number: 
     assert torch.allclose(states[-1][0, row], slow.states(text, 0, job, blocks), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
     """Every row's last block, against the slow reference of the served head on the same prefix."""
     folder = save_random(tmp_path, kind, block_rope_advance=True)
