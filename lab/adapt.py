@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from coppice.client.adapter import AdapterClient, plain
 from coppice.client.client import Client
@@ -26,12 +26,11 @@ from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY, check_range
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
-from coppice.testing.reference import Reference, Verdict
+from coppice.testing.reference import Reference, TargetText, Verdict
 from coppice.training.progress import Progress
 from coppice.v1 import adapter_pb2 as pb
-from lab.measuring import GREEDY, Ids, asking, judged
-from lab.options import Options, read_questions
-from lab.report import Report, Row, exactness_checks, make_row, verdicts_of
+from lab.measuring import GREEDY, Ids, Report, Row, asking, exactness, make_row, verdicts_of
+from lab.options import Options, Question, read_questions
 
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full")  # what a change is called that put newly trained weights to use
@@ -47,13 +46,6 @@ WORDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("st
 """by kind of text, in the order in which a stream turns, what its prompts are made of"""
 
 
-class StreamQuery(NamedTuple):
-    """One query, and which part of the stream it belongs to."""
-
-    part: str
-    prompt: str | Ids
-
-
 def prompts_of(kind: str) -> list[str]:
     """Every prompt that a kind's words make, all different, shuffled; the numbers of sums are drawn."""
     words, prompts, number = WORDS[kind], list[str](), random.Random(0).randint  # noqa: S311
@@ -64,23 +56,15 @@ def prompts_of(kind: str) -> list[str]:
     return prompts
 
 
-def turning(count: int) -> list[StreamQuery]:
-    """Code, stories and maths in turn, KIND_TURN queries of each; what comes again has other prompts."""
-    sources, stream = {kind: prompts_of(kind) for kind in WORDS}, list[StreamQuery]()
-    for kind in islice(cycle(sources), -(-count // KIND_TURN)):
-        stream += [StreamQuery(kind, prompt) for prompt in sources[kind][:KIND_TURN]]
-        del sources[kind][:KIND_TURN]
-    return stream[:count]
-
-
-def shifted(count: int) -> list[StreamQuery]:
-    """Four fifths stories, which a head of code does not know, then code again."""
-    first = 4 * count // 5
-    unknown = [StreamQuery("stories", prompt) for prompt in prompts_of("stories")[:first]]
-    return unknown + [StreamQuery("code again", prompt) for prompt in prompts_of("code")[: count - first]]
-
-
-STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
+def stream_of(what: str, count: int, encode: Callable[[str], Ids]) -> list[Question]:
+    """What is asked, each with its part of the stream. Turns: code, stories and maths, KIND_TURN queries of each; what
+    comes again has other prompts. Shift: four fifths stories, which a head of code does not know, then code again.
+    """
+    parts = ["stories"] * (4 * count // 5) + ["code again"] * (count - 4 * count // 5)
+    if what == "turns":
+        parts = [kind for kind in islice(cycle(WORDS), -(-count // KIND_TURN)) for _ in range(KIND_TURN)][:count]
+    prompts = {kind: iter(prompts_of(kind)) for kind in WORDS}
+    return [Question(encode(prompt), part) for part in parts for prompt in islice(prompts[part.partition(" ")[0]], 1)]
 
 
 class Lane:
@@ -114,7 +98,7 @@ class Lane:
         yield
         self.send(signal.SIGSTOP)
 
-    def answer(self, prompts: Sequence[str | Ids]) -> None:
+    def answer(self, prompts: Sequence[Ids]) -> None:
         """Run, and add the answers to some prompts.
 
         The budget is named, so that trees are verified whole: each verifier else cuts them by the costs that it
@@ -124,13 +108,12 @@ class Lane:
             self.answers += asking(self.client, NEW_TOKENS, budget=self.spec.budget)(prompts, GREEDY)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""
         for pid in self.stack.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
-def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]]:
+def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[Question]]:
     """The stack that all lanes are variants of, the lanes, and what they are asked. Raises InvalidField."""
     known = (NEVER, *get_args(PolicyName))
     policies = options.methods or (known if options.what == "shift" else (NEVER, BANDIT))
@@ -140,11 +123,10 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
     if (kind := base.heads[0].kind) not in ADAPTED_KINDS:
         raise InvalidField("head", f"{kind} heads are not adapted; those are: {', '.join(ADAPTED_KINDS)}")
     if options.prompts:
-        asked, _ = read_questions(replace(options, max_new_tokens=NEW_TOKENS), base)
-        stream = [StreamQuery(question.benchmark, question.ids) for question in asked]
+        stream, _ = read_questions(replace(options, max_new_tokens=NEW_TOKENS), base)
     else:
         check_range("n", options.n, 3, 2 * len(prompts_of("code")))  # so many different prompts there are
-        stream = STREAMS[options.what](options.n)
+        stream = stream_of(options.what, options.n, TargetText(base.target).encode)
     base, lanes = replace(base, policy=f"single:{base.heads[0].name}"), list[Lane]()
     for policy in policies:  # `never` has no adapter and sends no signals
         extra = {"adapter": {} if policy == NEVER else {"adapter.policy": policy, "adapter.interval": INTERVAL}}
@@ -152,7 +134,7 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
     return base, lanes, stream
 
 
-def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
+def run_lanes(lanes: Sequence[Lane], stream: Sequence[Question]) -> None:
     """Serve the stream with every lane, some queries at a time, in alternating order."""
     with Progress("answers", len(lanes) * len(stream)) as progress, ExitStack() as served:
         for lane in lanes:
@@ -161,26 +143,25 @@ def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
         for number, at in enumerate(range(0, len(stream), TURN)):
             for lane in lanes if number % 2 == 0 else reversed(lanes):
                 progress.say(lane.name)
-                prompts = [query.prompt for query in stream[at : at + TURN]]
+                prompts = [question.ids for question in stream[at : at + TURN]]
                 lane.answer(prompts)
                 progress.add(len(prompts))
 
 
-def report_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference, report: Report) -> None:
+def report_lanes(lanes: Sequence[Lane], stream: Sequence[Question], reference: Reference, report: Report) -> None:
     """Add a row for each lane, their table and checks to the report; the first lane's answers are re-scored."""
-    prompts = [query.prompt for query in stream]
-    asked = [(reference.text.encode(each) if isinstance(each, str) else each, GREEDY) for each in prompts]
-    verdicts = judged(reference, asked, {lane.name: lane.answers for lane in lanes})
+    asked = [(question.ids, GREEDY) for question in stream]
+    verdicts = reference.judge_all(asked, {lane.name: lane.answers for lane in lanes})
     report.rows = [adapt_row(lane, stream, verdicts[lane.name]) for lane in lanes]
     if report.rows[0]["method"] == NEVER:
         for row in report.rows:
             row["speedup"] = row["tokens_per_s"] / report.rows[0]["tokens_per_s"]
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
     report.add_table(title, map(adapt_line, report.rows), {"training s": ".0f"})
-    report.checks += exactness_checks(report.rows, report.dtype, NEW_TOKENS)
+    report.checks += exactness(report.rows, report.dtype, NEW_TOKENS)
 
 
-def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verdict]) -> Row:
+def adapt_row(lane: Lane, stream: Sequence[Question], verdicts: Sequence[Verdict]) -> Row:
     """The figures of a lane, its parts of the stream and the last third of the first one; its speedup is over never."""
     answers, status = lane.answers, lane.status
     changes = [plain(change) for change in status.changes] if status else []
@@ -188,8 +169,8 @@ def adapt_row(lane: Lane, stream: Sequence[StreamQuery], verdicts: Sequence[Verd
     # By the median of a kind: some were held still halfway.
     seconds = [[change["train_s"] for change in trained if change["what"] == kind] for kind in TRAINED]
     places: dict[str, list[int]] = {}
-    for number, query in enumerate(stream):
-        places.setdefault(query.part, []).append(number)
+    for number, question in enumerate(stream):
+        places.setdefault(question.benchmark, []).append(number)
     (first, its), *others = places.items()
     parts = []
     for name, at in ((first, its), (f"{first}, last third", its[2 * len(its) // 3 :]), *others):

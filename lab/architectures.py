@@ -23,7 +23,7 @@ from coppice.engine.rows import Piece, pack
 from coppice.errors import CoppiceError
 from coppice.speculation.tree import DraftTree
 from coppice.testing.tiny_models import NotTiny, model_types, save_tiny, variants
-from lab.report import table as as_table
+from lab.measuring import table as as_table
 
 EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed", "not made"
 _PROMPT, _NEW = 30, 24

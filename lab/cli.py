@@ -34,8 +34,7 @@ from lab.identity import SPARE, questions, run_identity, two_of_each
 from lab.measuring import Journal, measuring, reference_of, reporting
 from lab.options import ASKED, Options, Question, command, prompt_ids, read_methods, read_questions
 from lab.run import HF_GENERATE, Cell, methods_of, run_exact, run_methods
-from lab.services import Asleep
-from lab.services.measure import ASLEEP, run_services, spec_of
+from lab.services import ASLEEP, Asleep, run_services, spec_of
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, adaptation, the papers' tables.",
@@ -132,7 +131,6 @@ def peers(options: Options) -> None:
 
 
 def cells_of(options: Options, spec: StackSpec, sessions: Sequence[int]) -> list[Cell]:
-    """All temperatures, budgets and numbers of sessions."""
     options = replace(options, budgets=options.budgets or str(spec.settings().orchestrator.budget))
     temperatures = options.numbers("temperatures", float, 0)
     budgets = options.numbers("budgets", int, 0, MAX_TREE_NODES)

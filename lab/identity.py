@@ -29,8 +29,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
-from lab.measuring import Bench, Ids, running
-from lab.report import Check
+from lab.measuring import Bench, Check, Ids, running
 
 VERIFIERS = ORCHESTRATORS = 2
 MARGIN = 2e-4
@@ -166,7 +165,6 @@ def meanwhile(stack: Stack, during: str) -> Iterator[Callable[[], int]]:
 
 
 def _kill(stack: Stack, done: Event, killed: list[str]) -> None:
-    """SIGKILL a process of each role in turns, and start it anew."""
     by_role = [[name for name, service in stack.services.items() if service.role == role] for role in _KILLED]
     for turn in itertools.count():
         for names in filter(None, by_role):

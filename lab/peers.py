@@ -129,7 +129,6 @@ def asking(address: str, new_tokens: int, **options: Any) -> Ask:
 
 
 def _streamed(client: httpx.Client, body: dict[str, Any]) -> Completion:
-    """One answer, timed as its parts come."""
     answer, last, new_tokens = Accumulator(), dict[str, Any](), body["max_tokens"]
     with client.stream("POST", "/v1/completions", json=body) as parts:
         for line in parts.iter_lines():

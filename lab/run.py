@@ -19,12 +19,12 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import EPS, TargetText, Verdict
+from coppice.testing.reference import EPS, Asked, TargetText, Verdict
 from coppice.training.progress import Progress
-from lab.measuring import Ask, Asked, Bench, Ids, Journal, asking, in_turn, judged
+from lab.measuring import Ask, Bench, Ids, Journal, Report, asking, costs, exactness, in_turn, make_row, verdicts_of
 from lab.options import Question, read_methods
-from lab.report import Report, Row, costs, exactness_checks, make_row, short, verdicts_of
 
+Ways = Callable[[], Mapping[str, Ask]]
 HF_GENERATE, HF_LOOKUP, LLAMA = "hf-generate", "hf-lookup", "llama.cpp"
 BASELINES = (HF_GENERATE, LLAMA)  # others' plain decoding
 PEERS = (HF_GENERATE, HF_LOOKUP)
@@ -114,7 +114,6 @@ class Pairs:
 
     @property
     def peers(self) -> list[str]:
-        """The methods that are not ours."""
         return [method for method, (first, *_) in self.answers.items() if not first.policy]
 
     def ratio(self, method: str, over: str) -> Ratio:
@@ -142,8 +141,7 @@ class Pairs:
         reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
         return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
 
-    def row(self, method: str, verdicts: Sequence[Verdict]) -> Row:
-        """A method's line of `--json` (lab/BOOK.md)."""
+    def row(self, method: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         answers, cell = self.answers[method], self.cell
         ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
         figures = {name: some.figures(method) for name, some in self.sets().items()}
@@ -163,8 +161,7 @@ class Pairs:
             "answer_ms": ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
         }
 
-    def figures(self, method: str) -> Row:
-        """What is said of a set of answers."""
+    def figures(self, method: str) -> dict[str, Any]:
         row = make_row(method, self.answers[method], [], 0, self.cell.sessions)
         own = {name: row[name] for name in ("prompts", "tau", "tokens_per_s", "draft_share")}
         over = {"over_plain": "plain"} | {f"over_{name}": name for name in BASELINES if name in self.answers}
@@ -195,7 +192,7 @@ def run_methods(
         report.figures["warm_up"] = len(warm_up)
     turns = sum(1 + len(question.later) for question in (*questions, *warm_up))
     names = [[method for method in methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
-    rows, ours = list[Row](), list[Row]()
+    rows, ours = list[dict[str, Any]](), list[dict[str, Any]]()
     try:
         with Progress("answers", sum(map(len, names)) * turns) as progress:
             for cell, some in zip(cells, names, strict=True):
@@ -219,7 +216,7 @@ def run_methods(
     finally:  # a later failure takes away nothing that was measured
         report.rows += rows
         add_tables(report, rows)
-        report.checks += exactness_checks(ours, report.dtype, bench.options.max_new_tokens)
+        report.checks += exactness(ours, report.dtype, bench.options.max_new_tokens)
     journal.remove()
 
 
@@ -244,12 +241,7 @@ def way_of(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask
 
 
 def measure(
-    bench: Bench,
-    cell: Cell,
-    ways: Callable[[], Mapping[str, Ask]],
-    questions: Sequence[Question],
-    progress: Progress,
-    journal: Journal,
+    bench: Bench, cell: Cell, ways: Ways, questions: Sequence[Question], progress: Progress, journal: Journal
 ) -> Pairs:
     """All answers of a cell; the last method is first in every other group of questions that are asked at once.
 
@@ -285,7 +277,7 @@ def judged_pairs(bench: Bench, pairs: Pairs) -> dict[str, list[Verdict]]:
     own = [answer.ids for answer in pairs.answers[HF_GENERATE]] if greedy else None
     free = (HF_GENERATE,) if pairs.cell.temperature == 0 else PEERS
     ours = {method: its for method, its in pairs.answers.items() if method not in free}
-    return judged(bench.reference, pairs.asked, ours, own)
+    return bench.reference.judge_all(pairs.asked, ours, own)
 
 
 def run_exact(bench: Bench, questions: Sequence[Question], methods: Sequence[str], cells: Sequence[Cell]) -> None:
@@ -297,7 +289,7 @@ def run_exact(bench: Bench, questions: Sequence[Question], methods: Sequence[str
 
     def judge(bench: Bench, pairs: Pairs) -> dict[str, list[Verdict]]:
         own = None if pairs.cell.temperature else [greedy(ids) for ids, _ in pairs.asked]
-        return judged(bench.reference, pairs.asked, pairs.answers, own)
+        return bench.reference.judge_all(pairs.asked, pairs.answers, own)
 
     run_methods(bench, methods, cells, questions, judge=judge)
     note = f"a tie is a token within {EPS:g} of the row's best, in logits at T = 1; in float32 ties fail"
@@ -308,7 +300,7 @@ def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
     """Speed by method; then for each cell sets of answers, parts of a step, and alpha by depth."""
     lines: dict[Any, dict[str, Any]] = {}
     for row in rows:
-        place = {"method": short(row["method"]), "budget": row["cell_budget"], "sessions": row["sessions"]}
+        place = {"method": named(row), "budget": row["cell_budget"], "sessions": row["sessions"]}
         line = lines.setdefault(tuple(place.values()), place)
         line |= {f"{name}, T={row['temperature']:g}": value for name, value in _speed(row).items()}
     title = f"{report.command}, {report.dtype}, {report.threads} threads, prefill left out; in brackets 95%"
@@ -321,15 +313,20 @@ def add_tables(report: Report, rows: Sequence[dict[str, Any]]) -> None:
             title = f"{cell}: x plain, its median pair / tau / draft share by set of answers"
             report.add_table(title, map(_sets, its))
         drawn = [row for row in its if row["parts_ms"]]
-        steps = [{"method": short(row["method"]), **row["parts_ms"], "split": row["split_ms"]} for row in drawn]
+        steps = [{"method": named(row), **row["parts_ms"], "split": row["split_ms"]} for row in drawn]
         report.add_table(f"{cell}: a mean step's milliseconds, and the median split cost", steps)
         drafted = [row for row in its if row["accepted"]]
-        alphas = [{"method": short(row["method"]), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
+        alphas = [{"method": named(row), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
         if alphas:
             report.add_table(f"{cell}: alpha by depth of the verified tree", alphas)
 
 
-def _speed(row: Row) -> dict[str, Any]:
+def named(row: Mapping[str, Any]) -> str:
+    """A method's name in tables: of a head alone the head's."""
+    return str(row["method"]).removeprefix("single:")
+
+
+def _speed(row: dict[str, Any]) -> dict[str, Any]:
     every = row["figures"][ALL]
     over = {f"x {name.removeprefix('over_')}": str(ratio) for name, ratio in every.items() if name.startswith("over_")}
     return {
@@ -347,7 +344,7 @@ def _speed(row: Row) -> dict[str, Any]:
 
 def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of SpecBlock's table 1, for the benchmarks at hand and for all answers."""
-    line = {"method": short(row["method"])}
+    line = {"method": named(row)}
     for name, figures in row["figures"].items():
         ratio: Ratio = figures["over_plain"]
         speedup = f"{ratio.value:.2f}, {ratio.median:.2f}"

@@ -35,9 +35,8 @@ from coppice.stack.spec import HeadSpec, StackSpec, check_device
 from coppice.training.heads import build_student, head_config, replacing
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.measuring import GREEDY, asking, in_turn, reference_of, reporting, running
+from lab.measuring import GREEDY, Report, Row, asking, costs, in_turn, make_row, reference_of, reporting, running
 from lab.options import Options
-from lab.report import Report, Row, costs, make_row
 
 DRAFT_VOCAB = 32_000  # SpecBlock, A.1, as EAGLE-3
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
@@ -116,7 +115,6 @@ class Plan:
         return float(np.interp(rows, list(alone), list(alone.values())))
 
     def ids(self, count: int, seed: int) -> list[int]:
-        """Random ids."""
         return random.Random(seed).choices(range(self.vocab_size), k=count)  # noqa: S311
 
 

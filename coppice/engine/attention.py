@@ -97,7 +97,6 @@ class Sdpa:
         self._keys: dict[tuple[int | None, int], list[_Keys]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend."""
         kind = layer.window, query.shape[1] // key.shape[1]
         if (keys := self._keys.get(kind)) is None:
             keys = self._keys[kind] = self._share(*kind)

@@ -43,7 +43,6 @@ class Rejoin:
             self._away.setdefault(key, deque(maxlen=LATEST)).append(now - self._answered[key])
 
     def closed(self, key: Hashable) -> None:
-        """A session ended."""
         self._answered.pop(key, None)
         self._away.pop(key, None)
         self.expected -= {key}
@@ -158,7 +157,6 @@ class BatchingThread(ABC):
         return self._running
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Do work. An error of it ends this one, and no other of the thread."""
         try:
             with self._own_threads():
                 work()

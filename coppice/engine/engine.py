@@ -65,7 +65,6 @@ class Clock:
         self._spans: list[tuple[Any, Any]] = []  # nanoseconds, or events
 
     def __call__(self, work: Callable[..., R], *inputs: Any) -> R:
-        """What the work returns."""
         start = self._now()
         outputs = work(*inputs)
         self._spans.append((start, self._now()))
@@ -172,7 +171,6 @@ class KVLayout:
         self.states: list[tuple[Any, StateShape]] = []
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend."""
         (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
         if value.shape[1] != kv_heads or heads % kv_heads or kept != [rows, dim] or value.shape[2] != rows:
             raise UnsupportedModel(f"layer {layer.number} attends with {heads} heads from {key.shape} to {value.shape}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,19 +51,6 @@ class BlockTable:
         return self.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
 
-class SessionStates(Protocol):
-    """What else is kept for as long as a session has a block table."""
-
-    def open(self, table: BlockTable) -> None:
-        """Begin a new session."""
-
-    def close(self, table: BlockTable) -> None:
-        """End a session."""
-
-    def accept(self, table: BlockTable, rows: Sequence[int]) -> None:
-        """Take the rows of its latest forward that stay, the root's 0 first."""
-
-
 class KVPool:
     """Paged KV of one target, with exact accounting.
 
@@ -107,7 +94,7 @@ class KVPool:
         self._tables: dict[str, BlockTable] = {}
         self.moves: list[NDArray[np.int64]] | None = None
         """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
-        self.states: SessionStates | None = None
+        self.states: Any = None  # what else is kept for as long as a session has a table: coppice.engine.states.States
 
     @property
     def free_tokens(self) -> int:

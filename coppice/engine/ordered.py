@@ -46,7 +46,6 @@ class RowsLinear(nn.Linear):
     """A linear layer that multiplies ROWS rows at a time."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
         rows = input.reshape(-1, input.shape[-1])
         padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
         out = torch.cat([F.linear(some, self.weight, self.bias) for some in torch.split(padded, ROWS)])
@@ -58,8 +57,10 @@ def by_row(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = RowsLinear
-        elif isinstance(module, (PackedLinear, FusedLinear)):
+        elif isinstance(module, PackedLinear):
             module.padding = PAIRED
+        elif isinstance(module, FusedLinear):
+            module.fused.product.padding = PAIRED
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             module.forward = partial(by_rows, module.forward)
 
@@ -94,7 +95,6 @@ class Ordered:
         self._plans: dict[tuple[int | None, ...], list[_Plan]] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As Attention.attend."""
         (_, heads, _, dim), (_, kv_heads, _, value_dim) = query.shape, value.shape
         kind = layer.window, heads // kv_heads, kv_heads, dim, value_dim
         if (plans := self._plans.get(kind)) is None:

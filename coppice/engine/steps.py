@@ -68,7 +68,7 @@ class StepInputs:
     behind the first: first row, end row, and the part of the rows' keys, which is a key block of their tail, or above
     tail_blocks(tail) a split. Padding rows have length 0 and write to the pool's slot `spare`; what is kept is padded
     with row 0. beside: (B,) int64, for whoever reads the forward's output. On a CUDA device they are filled through
-    pinned memory by one copy.
+    pinned memory by one copy. graph: of a forward over them, every replay of which overwrites `output`.
     """
 
     tokens: Tensor
@@ -82,6 +82,8 @@ class StepInputs:
     keep: Tensor
     tiles: Tensor
     beside: Tensor
+    graph: Any = None
+    output: tuple[Tensor, Tensor | None]
 
     def __init__(self, bucket: Bucket, group: int, pool: KVPool, beside: int = 0) -> None:
         """Inputs of a model of at most `group` query heads a key head. beside: B, how many numbers are sent along."""
@@ -241,20 +243,12 @@ def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
-class Graph(NamedTuple):
-    """A recorded forward: what it reads, and the logits and hidden states that every replay overwrites."""
-
-    inputs: StepInputs
-    recording: Any
-    output: tuple[Tensor, Tensor | None]
-
-
 class Steps:
     """Forwards of a model on a device: replayed where a graph holds the batch, else run in the least bucket."""
 
     def __init__(self, model: TappedModel, pool: KVPool, group: int) -> None:
         """group: the most query heads that a layer has for each key head."""
-        self.graphs: list[Graph] = []  # the smallest first, all with the hidden states of the same layers
+        self.graphs: list[StepInputs] = []  # the smallest first, all with the hidden states of the same layers
         self._model, self._pool, self._group, self._layers = model, pool, group, tuple[int, ...]()
         self._inputs = lru_cache(_STEPS)(lambda bucket: StepInputs(bucket, group, pool))
 
@@ -263,12 +257,11 @@ class Steps:
         table, layers = RowTable.of(batch.tails), batch.feature_layers
         bucket = Bucket.of(table, len(batch.logits_to_keep))
         graphs = self.graphs if set(layers) <= set(self._layers) else []
-        graph = next((graph for graph in graphs if graph.inputs.bucket.holds(bucket)), None)
-        inputs = graph.inputs if graph else self._inputs(bucket)
+        inputs = next((inputs for inputs in graphs if inputs.bucket.holds(bucket)), None) or self._inputs(bucket)
         inputs.fill(batch, table)
 
         def run() -> tuple[Tensor, Tensor | None]:
-            logits, features = self._replayed(graph, layers) if graph else self._run(inputs, layers)
+            logits, features = self._run(inputs, layers) if inputs.graph is None else self._replayed(inputs, layers)
             rows, kept = len(batch.tokens), len(batch.logits_to_keep)
             return logits[:kept], None if features is None else features[:rows]
 
@@ -276,17 +269,18 @@ class Steps:
 
     def capture(self, buckets: Sequence[Bucket], layers: tuple[int, ...]) -> str:
         """Have the device replay these buckets' forwards from now on; returns why it cannot, "" when it does."""
-        graphs: list[Graph] = []
+        graphs: list[StepInputs] = []
         try:
             for bucket in sorted(buckets, reverse=True):  # the smaller ones fit in the largest one's memory
-                memory = graphs[0].recording.pool() if graphs else None
-                graphs.insert(0, self.record(StepInputs(bucket, self._group, self._pool), layers, memory))
+                inputs = StepInputs(bucket, self._group, self._pool)
+                self.record(inputs, layers, graphs[0].graph.pool() if graphs else None)
+                graphs.insert(0, inputs)
         except Exception as error:  # of torch, Triton or the driver
             return one_line(error)
         self.graphs, self._layers = graphs, layers
         return ""
 
-    def record(self, inputs: StepInputs, layers: tuple[int, ...], memory: Any) -> Graph:
+    def record(self, inputs: StepInputs, layers: tuple[int, ...], memory: Any) -> None:
         """Record a forward over inputs that no batch has filled yet. memory: of another graph, whose output is read
         before this one runs. Raises an error of torch, Triton or the driver where the forward asks the host.
         """
@@ -295,18 +289,17 @@ class Steps:
         with torch.cuda.stream(stream):
             self._run(inputs, layers)  # libraries and Triton prepare themselves outside the graph
         torch.cuda.current_stream().wait_stream(stream)
-        recording = torch.cuda.CUDAGraph()
+        inputs.graph = torch.cuda.CUDAGraph()
         # Threads that serve may use the device meanwhile.
-        with torch.cuda.graph(recording, pool=memory, stream=stream, capture_error_mode="thread_local"):
-            output = self._run(inputs, layers)
-        return Graph(inputs, recording, output)
+        with torch.cuda.graph(inputs.graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            inputs.output = self._run(inputs, layers)
 
     def _run(self, inputs: StepInputs, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return self._model(inputs, inputs.tokens, inputs.positions, inputs.keep, layers)
 
-    def _replayed(self, graph: Graph, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        graph.recording.replay()
-        logits, features = graph.output
+    def _replayed(self, inputs: StepInputs, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        inputs.graph.replay()
+        logits, features = inputs.output
         if features is None or not layers or layers == self._layers:
             return logits, features if layers else None
         parts = features.chunk(len(self._layers), dim=-1)

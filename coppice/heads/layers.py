@@ -10,16 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -65,10 +56,8 @@ _MANY_ROWS, _PART = 16, 64
 _DEFAULT_LAYERS = 3  # as many as `default_feature_layers` names
 
 
-class HeadConfig(BaseModel):
+class HeadConfig(BaseModel, frozen=True, extra="ignore"):
     """A draft head's sizes and how it turns positions, under the names of the public checkpoints' config.json."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: ClassVar[str]  # kind of head
     hidden_size: PositiveInt
@@ -280,7 +269,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., hidden) -> (..., hidden)."""
         gate, up = self.gate_up_proj(states).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
@@ -305,7 +293,6 @@ class RMSNorm(nn.RMSNorm):
     """torch's norm with its weights cast to the states' dtype: the fused kernel wants both alike."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) -> (..., size)."""
         return torch.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

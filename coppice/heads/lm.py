@@ -7,18 +7,15 @@ does: the best `top_k` nodes of a level are expanded, and the `budget` best cand
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig
 
-from coppice.config.model import common_tokens, read_expectation, read_tokenizer
+from coppice.config.model import check_model, common_tokens, read_expectation, read_tokenizer, text_config
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import one_line
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
@@ -35,25 +32,18 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     Where both folders have a tokenizer.json the widths may differ in rows that no `common_tokens` has: a family's small
     models are often padded otherwise than its large ones.
     """
-    own, width = _config(folder).vocab_size, _config(target).vocab_size
+    check_model("drafter.path", folder, typed=True)
+    own, width = (int(text_config(each).get("vocab_size", 0)) for each in (folder, target))
     tokens = common_tokens(folder, target)
     if own != width and not 0 < tokens <= min(own, width):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {width}")
-    return int(width)
+    return width
 
 
 def tokenizer_hash(folder: str | Path) -> bytes:
     """Return the hash of a folder's tokenizer.json; empty without the file. Raises InvalidField."""
     tokenizer = read_tokenizer(folder)
     return vocabulary_hash(tokenizer.get_vocab()) if tokenizer else b""
-
-
-def _config(folder: str | Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nothing narrower
-        raise InvalidField("drafter.path", f"{folder} cannot be read: {one_line(error)}") from None
-    return config.get_text_config()
 
 
 log = structlog.get_logger()

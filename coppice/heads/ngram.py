@@ -100,7 +100,6 @@ class Lookup:
         return list(occurrences.values())
 
     def _match(self, position: int, suffix: list[int]) -> int:
-        """Count the tokens before and at `position` that equal the end of `suffix`."""
         length = 0
         while length < min(len(suffix), position + 1) and self.ids[position - length] == suffix[-1 - length]:
             length += 1
@@ -250,7 +249,6 @@ class Predicted:
         return []
 
     def _step(self, track: Track, guesses: list[Guess], token: int) -> Track:
-        """Where a text is behind its next token."""
         latest = (*track.latest[1 - MATCHES[-1] :], token)
         for at, _, matched in guesses:
             if self._ids[at] == token:
@@ -304,7 +302,6 @@ class Bigram:
         self._rows: dict[int, dict[int, float]] = {}  # followers() since the text grew last
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Count the text's next ids."""
         self._tokens.update(ids)
         self._length += len(ids)
         behind = [*self._last, *ids]
@@ -320,7 +317,6 @@ class Bigram:
         return root
 
     def follow(self, state: int, token: int) -> int:
-        """Return the state after `token`."""
         return token
 
     def followers(self, state: int) -> Mapping[int, float]:

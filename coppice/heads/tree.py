@@ -184,12 +184,15 @@ class Ranking:
 
     def __init__(self, target_ids: Tensor) -> None:
         """`target_ids` are the (draft vocabulary,) target ids, on the device that drafts."""
-        self.ids, self.target_ids = target_ids.cpu().numpy(), target_ids
-        self._noise_at = lru_cache(max(32, NOISE_VALUES // len(self.ids)))(self.noise)
+        ids = self.ids = target_ids.cpu().numpy()
+        self.target_ids = target_ids
 
-    def noise(self, seed: int, position: int) -> Tensor:
-        """Make the (V,) float32 noise of a position. On a CPU numpy makes it in half of torch's time."""
-        return torch.from_numpy(sampling.noise(seed, position, self.ids).astype(np.float32))
+        @lru_cache(max(32, NOISE_VALUES // len(ids)))
+        def noise(seed: int, position: int) -> Tensor:
+            return torch.from_numpy(sampling.noise(seed, position, ids).astype(np.float32))
+
+        self.noise = noise
+        """(seed, position) -> (V,) float32. On a CPU numpy makes it in half of torch's time."""
 
     def couple(self, trees: Sequence[BlockTree], depths: int) -> None:
         """Give the trees of coupled jobs the noise of `depths` positions below their roots."""
@@ -204,7 +207,7 @@ class Ranking:
             return
         for tree in noisy:
             first, seed = tree.job.committed_len + 1, tree.job.sampling.seed
-            tree.noise = torch.stack([self._noise_at(seed, first + depth) for depth in range(depths)])
+            tree.noise = torch.stack([self.noise(seed, first + depth) for depth in range(depths)])
 
     def grow(
         self,

@@ -5,10 +5,11 @@ Needs the `serve` extra; torch and transformers are imported when they are neede
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,6 +23,8 @@ from coppice.wire.generation import Origin
 if TYPE_CHECKING:
     from coppice.engine.engine import Context
 
+Ids = tuple[int, ...]
+Asked = Sequence[tuple[Ids, SamplingParams]]
 Verdict = Literal["identical", "tie", "wrong"]
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
 # row's logits depend on how many rows are computed together and on where its keys lie: on a CPU with AMX one row's
@@ -99,21 +102,6 @@ class TargetText:
         return load(self._target, local_files_only=True, trust_remote_code=False).get_text_config()
 
 
-class _TokenClock:
-    """A streamer of `generate`: it gets the prompt, then what each forward made; notes when, and how many tokens."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-
-    def put(self, tokens: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.counts.append(tokens.numel())
-
-    def end(self) -> None:
-        pass
-
-
 class Reference:
     """The target in plain transformers, stock attention."""
 
@@ -144,7 +132,8 @@ class Reference:
         A step is a forward behind the prefill, whose own token is not counted as decoded. `generate` knows of a bias
         and the repetition penalty alone. `options` are its own, of drafts that it looks up and of its cache.
         """
-        torch, clock = self._torch, _TokenClock()
+        torch, heard = self._torch, list[tuple[float, int]]()  # when the prompt and what each forward made came
+        streamer = SimpleNamespace(put=lambda ids: heard.append((time.perf_counter(), ids.numel())), end=lambda: None)
         if sampling.repetition_penalty is not None:
             options["repetition_penalty"] = sampling.repetition_penalty
         if sampling.logit_bias:
@@ -155,10 +144,10 @@ class Reference:
         prompt = torch.tensor([list(ids)], device=self._model.device)
         called = time.perf_counter()
         output = self._model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=streamer, **options
         )
-        _, first, *_, last = (*clock.times, clock.times[-1])
-        new, counts = tuple(output[0, len(ids) :].tolist()), clock.counts[2:]
+        first, last = heard[1][0], heard[-1][0]
+        new, counts = tuple(output[0, len(ids) :].tolist()), [count for _, count in heard[2:]]
         return Completion(
             ids=new,
             origins=(Origin.ROOT,) * len(new),
@@ -196,6 +185,20 @@ class Reference:
         if "wrong" in verdicts:
             return "wrong"
         return "tie" if "tie" in verdicts or expected is not None else "identical"
+
+    def judge_all(
+        self, asked: Asked, answers: Mapping[str, Sequence[Completion]], own: Sequence[Ids] | None = None
+    ) -> dict[str, list[Verdict]]:
+        """A verdict on every answer of every way: against `own`, else against the first way's, which are re-scored."""
+        first = next(iter(answers))
+        expected = own or [answer.ids for answer in answers[first]]
+        return {
+            way: [
+                self.judge(prompt, answer.ids, sampling, None if own is None and way == first else ids)
+                for (prompt, sampling), answer, ids in zip(asked, its, expected, strict=True)
+            ]
+            for way, its in answers.items()
+        }
 
     def redraw(self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], float]:
         """What one plain forward over prompt + answer draws at each position of the answer, and the least margin.

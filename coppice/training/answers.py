@@ -99,20 +99,15 @@ class _Tap:
 
 
 def write_answers(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    temperature: float = 0.0,
-    seed: int = 0,
-    layers: tuple[int, ...] = (),
+    engine: Engine, prompts: Sequence[Sequence[int]], lengths: Sequence[int], layers: tuple[int, ...] = ()
 ) -> list[Answer]:
-    """Let a target write a text of lengths[n] tokens from each prompt n, and keep its hidden states.
+    """Let a target write a greedy text of lengths[n] tokens from each prompt n, and keep its hidden states.
 
     End-of-text ids are tokens like any other. layers: those whose features are kept; empty: the engine's own. Raises
     OutOfBlocks when the pool is too small for those that are written at once.
     """
-    texts = [_Text(list(prompt)[:length], length, temperature) for prompt, length in zip(prompts, lengths, strict=True)]
-    for _ in _written(engine, texts, seed, layers):
+    texts = [_Text(list(prompt)[:length], length, 0.0) for prompt, length in zip(prompts, lengths, strict=True)]
+    for _ in _written(engine, texts, 0, layers):
         pass
     return [text.answer() for text in texts]
 
@@ -221,15 +216,6 @@ def repeats(ids: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
-    """At least `tokens` tokens in texts of `length`, of the domains in proportion to their weights."""
-
-    tokens: int
-    length: int = 512
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class _Shard:
     domain: str
     held_out: bool
@@ -244,28 +230,26 @@ class TargetAnswers:
     """The recorded answers of a target, read as one long text: of each domain its shards, held-out ones first."""
 
     def __init__(
-        self, folder: Path, plan: AnswerPlan, facts: dict[str, dict[str, Any]], layers: tuple[int, ...]
+        self, folder: Path, tokens: int, length: int, facts: dict[str, dict[str, Any]], layers: tuple[int, ...]
     ) -> None:
-        """layers: those of the features. A plan with more tokens has the shards of this one and more."""
-        self.folder, self.plan, self.layers = folder, plan, layers
-        self.shard_tokens, total = len(TEMPERATURES) * plan.length, sum(fact["weight"] for fact in facts.values())
-        self.shards, self._domains = list[_Shard](), list[Domain]()
+        """At least `tokens` to learn from in texts of `length`, of the domains in proportion to their weights; more
+        tokens have the same shards and more. layers: those of the features.
+        """
+        self.folder, self.length, self.layers = folder, length, layers
+        self.shard_tokens, total = len(TEMPERATURES) * length, sum(fact["weight"] for fact in facts.values())
+        self.shards, self.domains = list[_Shard](), list[Domain]()
+        self.facts: dict[str, dict[str, Any]] = {}
+        """what a model card needs to know of the data of each domain, with the tokens answered"""
         for name, fact in facts.items():
-            count = math.ceil(plan.tokens * fact["weight"] / total / self.shard_tokens)
+            count = math.ceil(tokens * fact["weight"] / total / self.shard_tokens)
             held_out = min(MOST_HELD_OUT, max(1, count // 8)) if fact["held_out_documents"] else 0
             ends = [(len(self.shards) + shards) * self.shard_tokens for shards in (0, held_out, held_out + count)]
-            self._domains.append(Domain(name, fact["weight"], np.arange(ends[1], ends[2]), np.arange(ends[0], ends[1])))
+            self.domains.append(Domain(name, fact["weight"], np.arange(ends[1], ends[2]), np.arange(ends[0], ends[1])))
+            self.facts[name] = fact | {"tokens": ends[2] - ends[1]}
             self.shards += [_Shard(name, True, number) for number in range(held_out)]
             self.shards += [_Shard(name, False, number) for number in range(count)]
         self.tokens = len(self.shards) * self.shard_tokens
-        self._facts, self._files = facts, dict[int, Any]()
-
-    def domains(self) -> list[Domain]:
-        return self._domains
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """Return what a model card needs to know of the data of each domain, with the tokens answered."""
-        return {domain.name: self._facts[domain.name] | {"tokens": len(domain.train)} for domain in self.domains()}
+        self._files = dict[int, Any]()
 
     def ids(self) -> Tensor:
         """Return all training ids, int64."""
@@ -294,15 +278,17 @@ def record_answers(
     lines: list[str],
     target: Path,
     folder: Path,
-    plan: AnswerPlan,
+    tokens: int,
     *,
+    length: int = 512,
+    seed: int = 0,
     device: str = "cpu",
     dtype: str = "float32",
     layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> TargetAnswers:
-    """Record a target's answers into `folder`, going on from what it holds.
+    """Record a target's answers into `folder`, going on from what it holds: see TargetAnswers.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called before the first forward and after each one with the tokens recorded, and with those of all. What
@@ -317,7 +303,7 @@ def record_answers(
     layers = layers or default_feature_layers(depth)
     if max(layers) >= depth:
         raise InvalidField("--layers", f"{max(layers)} is not among 0..{depth - 1} of the target")
-    source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "length": plan.length}
+    source = {"lines": lines, "target": str(target.resolve()), "seed": seed, "length": length}
     source["layers"] = list(layers)
     record, corpora = folder / RECORD, list[Corpus]()
     if not record.exists():
@@ -330,20 +316,20 @@ def record_answers(
     made_from = json.loads(record.read_text(encoding="utf-8"))
     if made_from["source"] != source:
         raise DataError(f"{folder} holds target answers made from {made_from['source']}; these would be from {source}")
-    answers = TargetAnswers(folder, plan, made_from["facts"], layers)
+    answers = TargetAnswers(folder, tokens, length, made_from["facts"], layers)
     if missing := [shard for shard in answers.shards if not (folder / shard.name).exists()]:
         tokens, at_once = len(missing) * answers.shard_tokens, min(AT_ONCE, len(missing) * len(TEMPERATURES))
         size = tokens * (4 + 2 * text.hidden_size * (1 + len(layers))) / GIB
         if size > (free := shutil.disk_usage(folder).free / GIB):
             reason = f"{folder} would take {size:.1f} GiB more, and its disk has {free:.1f} free"
             raise InvalidField("--lessons", reason)
-        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=at_once * (plan.length + BLOCK_SIZE))
-        step = engine.timing(1, sessions=at_once, context=plan.length // 2, repeats=3) / at_once / 1e9
+        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=at_once * (length + BLOCK_SIZE))
+        step = engine.timing(1, sessions=at_once, context=length // 2, repeats=3) / at_once / 1e9
         say(
             f"recording {tokens} tokens of the target's answers, {at_once} texts at a time, in {dtype}: "
             f"about {tokens * step / 60:.0f} minutes, {size:.2f} GiB in {folder}"
         )
-        _Recorder(answers, corpora or _load(lines, target), target, progress).record(engine, missing)
+        _Recorder(answers, corpora or _load(lines, target), target, progress).record(engine, missing, seed)
     else:
         progress(answers.tokens, answers.tokens)
     return answers
@@ -372,12 +358,12 @@ class _Recorder:
         self.begun: dict[_Shard, list[_Text]] = {}  # of shards that are not complete
         self.recorded = 0  # tokens of complete shards
 
-    def record(self, engine: Engine, missing: Sequence[_Shard]) -> None:
+    def record(self, engine: Engine, missing: Sequence[_Shard], seed: int) -> None:
         answers, saved = self.answers, time.monotonic()
         earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         self.begun = {shard: self._texts(shard, earlier[shard.name]) for shard in missing if shard.name in earlier}
         self.recorded = answers.tokens - len(missing) * answers.shard_tokens
-        rng = np.random.default_rng([answers.plan.seed, self._reached()])
+        rng = np.random.default_rng([seed, self._reached()])
         fresh = [shard for shard in missing if shard not in self.begun]
         fresh.sort(key=lambda shard: shard.number / self.corpora[shard.domain].weight)  # domains as far as each other
         following = partial(self._prompt, rng)
@@ -406,14 +392,13 @@ class _Recorder:
         write_whole(self.file, json.dumps(begun).encode())
 
     def _reached(self) -> int:
-        """Say how many tokens there are."""
         done = self.recorded + sum(len(text.ids) for own in self.begun.values() for text in own)
         self.progress(done, self.answers.tokens)
         return done
 
     def _texts(self, shard: _Shard, begun: Sequence[tuple[list[int], list[int]]]) -> list[_Text]:
         """Return the shard's texts, of which there are these ids and starts."""
-        length, pairs = self.answers.plan.length, zip(begun, TEMPERATURES, strict=True)
+        length, pairs = self.answers.length, zip(begun, TEMPERATURES, strict=True)
         return [_Text(ids, length, heat, shard, [*starts]) for (ids, starts), heat in pairs]
 
     def _prompt(self, rng: np.random.Generator, text: _Text) -> list[int]:

@@ -97,7 +97,7 @@ def train_head(
 
     from coppice.stack.spec import check_device
     from coppice.training import heads
-    from coppice.training.answers import READ_TIMES, AnswerPlan, record_answers
+    from coppice.training.answers import READ_TIMES, record_answers
     from coppice.training.losses import fast_dtype
     from coppice.training.progress import Progress
 
@@ -112,7 +112,7 @@ def train_head(
     flags = {"kind": kind, "target": target.resolve().name, "out": out.name, "tokens": str(tokens)}
     flags |= {"layers": ",".join(map(str, read))} if read else {}
     flags |= ({"shape": shape} if shape else {}) | ({"adamw": ""} if adamw else {})
-    command, plan = command_line("head", data, flags), AnswerPlan(tokens // READ_TIMES, seed=seed)
+    command = command_line("head", data, flags)
     with heads.stop_signal() as stopping, Progress("tokens") as progress:
 
         def reach(recorded: int, total: int) -> None:
@@ -124,8 +124,10 @@ def train_head(
         progress.say("recording the target's answers")
         folder = lessons or work / "lessons"
         own = dtype or str(fast_dtype(torch.device(device))).removeprefix("torch.")
-        where: dict[str, Any] = {"device": device, "dtype": own, "layers": read}
-        answers = record_answers(data, target, folder, plan, **where, progress=reach, say=progress.print)
+        where: dict[str, Any] = {"seed": seed, "device": device, "dtype": own, "layers": read}
+        answers = record_answers(
+            data, target, folder, tokens // READ_TIMES, **where, progress=reach, say=progress.print
+        )
     config = heads.TrainingConfig(kind, target, answers, work, fields, resume, device, seed)
     recipe = heads.Recipe(tokens, adam=1e-3, muon=0.0) if adamw else heads.Recipe(tokens)
     run = heads.Trainer(build(config), config, recipe)
@@ -139,7 +141,6 @@ def train_head(
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Read the layers of a head. Raises BadParameter."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts) or len(parts) > MAX_FEATURE_LAYERS:
         reason = f"{text!r} is not 1 to {MAX_FEATURE_LAYERS} numbers with commas between them"
@@ -148,7 +149,6 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Read fields of a head's configuration. Raises BadParameter."""
     fields: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

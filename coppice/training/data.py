@@ -22,10 +22,16 @@ from coppice.errors import InvalidField
 END_OF_TEXT = "<|endoftext|>"
 STDLIB_GLOB = "python:stdlib"
 HUB = "hf:"
+LINE = re.compile(rf"([A-Za-z0-9_-]+)=({HUB}[^:]+:[^:]+|{STDLIB_GLOB}|(?!{HUB}).+?)(?::([^:]*))?")
+NUMBER = r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 HELD_OUT_MODULUS = 20
-TEXT_FIELDS = ("text", "content", "story", "prompt")
-ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
-CHAT_FIELDS = ("messages", "conversations")
+FIELDS: dict[tuple[str, ...], str] = {
+    **dict.fromkeys((("messages",), ("conversations",)), "chats"),
+    **dict.fromkeys((("question", "answer"), ("problem", "solution")), "texts"),
+    **dict.fromkeys((("text",), ("content",), ("story",)), "texts"),
+    ("prompt",): "prompts",
+}
+"""of a row, of which the first counts that is there, and the kind of document that they hold"""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
 SKIPPED_FOLDERS |= {"site-packages", "__pycache__", "pydoc_data", "encodings"}
@@ -33,10 +39,6 @@ CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 MAX_EPOCHS = 8
 Messages = list[dict[str, Any]]
 Places = NDArray[np.int64]
-
-
-class Prompt(str):
-    """A document that is answered whole."""
 
 
 class DataError(InvalidField):
@@ -76,10 +78,9 @@ class Corpus:
         an unreadable one, a bad row, chats where there is no template, and documents of two kinds.
         """
         where, seen = f"{self.name}={self.pattern}", set[str]()
-        for document in self._documents(where):
-            kind = "chats" if isinstance(document, list) else "prompts" if isinstance(document, Prompt) else "texts"
+        for kind, document in self._documents(where):
             if isinstance(document, str):
-                texts = [str(document)]
+                texts = [document]
             elif render is None:
                 raise DataError(f"{where}: chats teach heads, whose target has a template, and no targets")
             else:
@@ -97,13 +98,12 @@ class Corpus:
         if not self.train:
             raise DataError(f"{where}: no training document in it")
 
-    def _documents(self, where: str) -> Iterator[str | Messages]:
-        """Yield the stripped, non-empty documents of all files or of a data set, and chats as messages."""
+    def _documents(self, where: str) -> Iterator[tuple[str, str | Messages]]:
+        """Yield the kind of each document of all files or of a data set, and its stripped text or a chat's messages."""
         pattern, skipped = self.pattern, set[str]()
         if pattern.startswith(HUB):
-            rows = _hub_rows(pattern, where)
-            self.sources = [pattern]
-            yield from (_document(row, f"{where}, row {number}") for number, row in enumerate(rows, start=1))
+            self.sources, rows = [pattern], enumerate(_hub_rows(pattern, where), start=1)
+            yield from (_document(row, f"{where}, row {number}") for number, row in rows)
             return
         if pattern == STDLIB_GLOB:
             pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
@@ -123,29 +123,22 @@ class Corpus:
                 lines = enumerate(content.split("\n"), start=1)
                 yield from (_document(line, f"{path}, line {number}") for number, line in lines if line.strip())
             else:
-                yield from (part.strip() for part in content.split(END_OF_TEXT) if part.strip())
+                yield from (("texts", part.strip()) for part in content.split(END_OF_TEXT) if part.strip())
 
 
 def parse_corpora(lines: Iterable[str]) -> list[Corpus]:
     """Parse `NAME=GLOB[:WEIGHT]` lines, unread; the weight defaults to 1. Raises DataError that names the line."""
     corpora: dict[str, Corpus] = {}
     for line in lines:
-        name, _, pattern = line.partition("=")
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not pattern:
-            raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
-        weight = "1"
-        if pattern.startswith(HUB) and pattern.count(":") < 2:
-            raise DataError(f"{line!r}: expected hf:ORG/NAME:SPLIT, such as hf:HuggingFaceH4/ultrachat_200k:train_sft")
-        if pattern.count(":") > (2 if pattern.startswith(HUB) else 0) and pattern != STDLIB_GLOB:
-            pattern, _, weight = pattern.rpartition(":")
+        if not (parts := LINE.fullmatch(line)):
+            how = "NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4, or NAME=hf:ORG/NAME:SPLIT[:WEIGHT]"
+            raise DataError(f"{line!r}: expected {how}")
+        name, pattern, weight = parts.groups("1")
         if name in corpora:
             raise DataError(f"{line!r}: {name} is the name of another line")
-        try:
-            corpora[name] = Corpus(name, pattern, float(weight))
-        except ValueError:
-            raise DataError(f"{line!r}: WEIGHT must be a number, not {weight!r}") from None
-        if not 0 < corpora[name].weight < float("inf"):
-            raise DataError(f"{line!r}: WEIGHT must be positive, not {weight}")
+        if not re.fullmatch(NUMBER, weight) or not float(weight):
+            raise DataError(f"{line!r}: WEIGHT must be a positive number, not {weight!r}")
+        corpora[name] = Corpus(name, pattern, float(weight))
     return list(corpora.values())
 
 
@@ -159,8 +152,7 @@ def read_corpora(lines: Iterable[str], render: Callable[[Messages], str] | None 
 
 def is_held_out(text: str) -> bool:
     """Tell whether a document is in the twentieth of all that no model of this project is trained on."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % HELD_OUT_MODULUS == 0
 
 
 def _hub_rows(pattern: str, where: str) -> Iterable[Any]:
@@ -175,8 +167,8 @@ def _hub_rows(pattern: str, where: str) -> Iterable[Any]:
     return rows
 
 
-def _document(row: object, where: str) -> str | Messages:
-    """Return the text, prompt or chat of a row, or of its JSON. Raises DataError."""
+def _document(row: object, where: str) -> tuple[str, str | Messages]:
+    """Return the kind of document of a row, or of its JSON, and its text or chat. Raises DataError."""
     if isinstance(row, str):
         try:
             row = json.loads(row)
@@ -184,22 +176,21 @@ def _document(row: object, where: str) -> str | Messages:
             raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object")
-    if name := next((name for name in CHAT_FIELDS if name in row), None):
-        return _messages(row[name], f"{where}: field {name!r}")
-    known: tuple[tuple[str, ...], ...] = (*ANSWER_FIELDS, *((name,) for name in TEXT_FIELDS))
-    names = next((names for names in known if names[0] in row), None)
+    names = next((names for names in FIELDS if names[0] in row), None)
     if names is None:
-        fields = ", ".join((*CHAT_FIELDS, *TEXT_FIELDS))
+        fields = ", ".join(names[0] for names in FIELDS if len(names) == 1)
         raise DataError(f"{where}: none of the fields {fields} or question and answer is there")
+    if (kind := FIELDS[names]) == "chats":
+        return kind, _messages(row[names[0]], f"{where}: field {names[0]!r}")
     for name in names:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise DataError(f"{where}: field {name!r} must be a non-empty string")
-    if names == ("prompt",):
-        return Prompt(row["prompt"])  # ends as it does: a space behind it would be the answer's first token
+    if kind == "prompts":
+        return kind, row[names[0]]  # ends as it does: a space behind it would be the answer's first token
     if len(names) == 1:
-        return str(row[names[0]]).strip()
+        return kind, row[names[0]].strip()
     question, answer = (CALCULATOR_MARK.sub("", row[name]).strip() for name in names)
-    return f"Question: {question}\nAnswer: {answer}"
+    return kind, f"Question: {question}\nAnswer: {answer}"
 
 
 def _messages(given: Any, where: str) -> Messages:
@@ -247,7 +238,7 @@ class Reader:
             if self.usable[domain.name] < block:
                 raise DataError(f"{domain.name}: {len(domain.train)} tokens are too few for rows of {block}")
 
-    def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
+    def next_batch(self, rows: int, length: int) -> Places | None:
         """Return the next rows as (rows, length + 1), or None when all domains were read MAX_EPOCHS times."""
         batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
         return np.stack(batch) if len(batch) == rows else None
@@ -266,9 +257,9 @@ class Reader:
 
 
 @lru_cache(maxsize=64)
-def _permutation(seed: int, name: str, epoch: int, length: int, windows: int) -> NDArray[np.int64]:
-    its_own = int.from_bytes(name.encode(), "little") % 2**32
-    return np.random.default_rng([seed, its_own, epoch, length]).permutation(windows)
+def _permutation(seed: int, name: str, epoch: int, length: int, windows: int) -> Places:
+    own = int.from_bytes(name.encode(), "little") % 2**32
+    return np.random.default_rng([seed, own, epoch, length]).permutation(windows)
 
 
 def held_out_batches(domains: Iterable[Domain], rows: int, length: int) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def fit_scales(model: Any, answers: TargetAnswers) -> None:
 
     They are measured on the first text of each domain: a target's values may differ by thousands.
     """
-    first = np.stack([domain.train[: answers.plan.length] for domain in answers.domains()])
+    first = np.stack([domain.train[: answers.length] for domain in answers.domains])
     sample = answers.read(torch.from_numpy(first))
     if model.config.scaled_features:
         sizes = sample.features.abs().mean((0, 1))
@@ -210,7 +210,7 @@ class FeatureHeadInTraining(losses.Student, HeadInTraining):
         record.write_text(json.dumps(begun) + "\n", encoding="utf-8")
         teacher = losses.Teacher(parts.output.to(config.device), draft_ids, dtype)
         self.trained = losses.HeadLoss(teacher, **(learns_by or losses.LOSSES[kind]))
-        batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
+        batches = held_out_batches(answers.domains, MEASURED_ROWS, min(128, answers.length))
         self.texts = {name: answers.read(batch[:, :-1].to(config.device)) for name, batch in batches.items()}
         """held-out texts, by the name of their domain"""
 
@@ -344,7 +344,7 @@ class Trainer:
     def __init__(self, model: HeadInTraining, config: TrainingConfig, recipe: Recipe) -> None:
         """Raises DataError when nothing is held out, by which the best weights are chosen."""
         self.answers, self.work, self.kind = config.answers, config.work, config.kind
-        self.domains = self.answers.domains()
+        self.domains = self.answers.domains
         check_held_out({domain.name: len(domain.held_out) for domain in self.domains}, recipe.length + 1)
         self.model, self.recipe, self.device = model.to(config.device), recipe, torch.device(config.device)
         self.optimisers, self.counters = make_optimisers(model, recipe), Counters()
@@ -354,7 +354,7 @@ class Trainer:
             with safe_open(checkpoint, framework="pt") as file:
                 self.counters = Counters(**json.loads(file.metadata()[COUNTERS]))
             tensors = load_file(checkpoint, str(self.device))
-            load_parameters(model, tensors)
+            model.load_state_dict(tensors, strict=False)
             for name, parameter in model.named_parameters():
                 state = {key.rpartition("|")[2]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
                 owner = next(o for o in self.optimisers if any(parameter is p for p in o.param_groups[0]["params"]))
@@ -448,12 +448,12 @@ class Trainer:
 
         command: the line that made it. how: the way it was trained.
         """
-        load_parameters(self.model, load_file(self.work / BEST))
+        self.model.load_state_dict(load_file(self.work / BEST), strict=False)
         size, counters = sum(p.numel() for p in self.model.parameters()) / 1e6, self.counters
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
         best = "longest accepted length" if self.model.best_by else "lowest loss"
         rows = []
-        for name, fact in self.answers.facts().items():
+        for name, fact in self.answers.facts.items():
             counts = f"{fact['documents']:,} | {fact['held_out_documents']:,} | {fact['tokens']:,}"
             epochs = counters.drawn.get(name, 0) / max(1, fact["tokens"])
             loss = counters.held_out.get(name, math.nan)
@@ -470,13 +470,6 @@ class Trainer:
             more = self.model.export(partial)
             if not (partial / CARD).exists():
                 (partial / CARD).write_text(f"{card}\n{more}\n" if more else card, encoding="utf-8")
-
-
-@torch.no_grad()
-def load_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy tensors into all parameters of their names. Raises KeyError where one is missing."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The heads that the SpecBlock paper compares with (SpecBlock, appendix A.4), which a drafter finds as entry points.
+"""The heads that the SpecBlock paper compares with (SpecBlock, appendix A.4), which a drafter and `coppice train head`
+find as entry points.
 
 `medusa` has K independent heads on the target's features, `parallelspec` reads K mask tokens behind the prefix: both
 predict all of a draft's tokens in one forward, no slot knowing of another. Medusa reads the target's last hidden state;
@@ -7,6 +8,7 @@ ours reads the features of the layers that it names, which are fused first, as E
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +22,9 @@ from coppice.engine.rows import Tail
 from coppice.heads.feature_head import FeatureHead, FeatureSession, Inputs, Rows
 from coppice.heads.layers import Attend, DraftModel, HeadConfig, Layer, Rope, norm_of
 from coppice.heads.tree import BlockTree
+from coppice.training.answers import Answer
+from coppice.training.heads import FeatureHeadInTraining
+from coppice.training.losses import DECAY, Targets, anchored_visible, attend_by
 
 
 class MedusaConfig(HeadConfig):
@@ -31,8 +36,6 @@ class MedusaConfig(HeadConfig):
 
 
 class _Offset(nn.Module):
-    """A residual layer and an output layer."""
-
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.residual = nn.Linear(config.hidden_size, config.hidden_size)
@@ -40,7 +43,6 @@ class _Offset(nn.Module):
         nn.init.zeros_(self.residual.bias)
 
     def forward(self, fused: Tensor) -> Tensor:
-        """(..., hidden) -> (..., hidden)."""
         return fused + F.silu(self.residual(fused))
 
 
@@ -68,8 +70,6 @@ class MedusaModel(DraftModel):
 
 
 class ParallelSpecConfig(HeadConfig):
-    """Sizes of a ParallelSpec head."""
-
     kind: ClassVar[str] = "parallelspec"
     num_hidden_layers: PositiveInt = 1
     slots: PositiveInt = 5  # K, how many mask tokens follow the prefix
@@ -181,3 +181,29 @@ class ParallelSpecHead(AtOnceHead):
         rope = self.model.rope(inputs.positions, self.dtype)
         states: Tensor = self.model(rows[None], rope, inputs.attends)
         return states[0]
+
+
+def slot_states(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the (B, N, K, hidden) states of all slots behind every row of the answers, of a head that drafts at once.
+
+    The masks of all of ParallelSpec's rows share one forward, and see one another as SpecBlock's appendix A.4 has it.
+    """
+    model: MedusaModel | ParallelSpecModel = student.model
+    features = answer.features[:, : len(targets.rows)]
+    if isinstance(model, MedusaModel):
+        yield model(features)
+        return
+    rows, slots = targets.rows, model.config.slots
+    prefix = model.prefix(features, student.embedding[targets.token(0)])  # (B, N, hidden)
+    texts, count, hidden = prefix.shape
+    masks = model.mask_tokens.weight.repeat(texts, count, 1)
+    positions = torch.cat((rows, (rows[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()))
+    causal = torch.ones(count, count, dtype=torch.bool, device=rows.device).tril()
+    seen = torch.cat((F.pad(causal, (0, count * slots)), anchored_visible(rows, count, slots, causal=True)))
+    rope = model.rope(positions[None], prefix.dtype)
+    states = model(torch.cat((prefix, masks), dim=1), rope, [partial(attend_by, seen)] * model.config.num_hidden_layers)
+    yield states[:, count:].view(texts, count, slots, hidden)
+
+
+LOSS: dict[str, Any] = {"decay": DECAY, "states": slot_states}  # what both kinds of head learn by
+paper_head = partial(FeatureHeadInTraining, learns_by=LOSS)  # makes a head of one of these kinds to be trained

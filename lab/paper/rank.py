@@ -14,13 +14,12 @@ from coppice.stack.spec import StackSpec
 from coppice.training.answers import Answer, write_answers
 from coppice.training.losses import HeadLoss, Student, Teacher, accepted_length, alphas, bucket_of
 from coppice.training.progress import Progress
-from lab.report import Report
+from lab.measuring import Report
 
 BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 
 
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    """Measure the rank head of each SpecBlock head along the target's greedy answers."""
     ranks, chains = list[dict[str, Any]](), list[dict[str, Any]]()
     answers: dict[tuple[int, ...], list[Answer]] = {}
     with Progress("heads", len(spec.heads)) as progress:

@@ -69,8 +69,8 @@ class Texts:
             strides = [round(sum(map(len, corpus.train)) / TOKENIZER_CHARACTERS) for corpus in corpora]
             texts = (corpus.train[:: max(1, stride)] for corpus, stride in zip(corpora, strides, strict=True))
             train_tokenizer(chain.from_iterable(texts), sizes, folder)
-        tokenizer, ids, self._domains = read_tokenizer(folder), list[int](), list[Domain]()
-        self._facts: dict[str, dict[str, Any]] = {}
+        tokenizer, ids, self.domains = read_tokenizer(folder), list[int](), list[Domain]()
+        self.facts: dict[str, dict[str, Any]] = {}
         for corpus in corpora:
             spans = []
             for documents in (corpus.train, corpus.held_out):
@@ -78,17 +78,9 @@ class Texts:
                 for encoding in tokenizer.encode_batch(documents):
                     ids += [*encoding.ids, 0]  # END_OF_TEXT
                 spans.append(np.arange(first, len(ids)))
-            self._domains.append(Domain(corpus.name, corpus.weight, *spans))
-            self._facts[corpus.name] = corpus.facts() | {"tokens": len(spans[0])}
+            self.domains.append(Domain(corpus.name, corpus.weight, *spans))
+            self.facts[corpus.name] = corpus.facts() | {"tokens": len(spans[0])}
         self._ids = torch.tensor(ids)
-
-    def domains(self) -> list[Domain]:
-        """The positions of each domain, to be drawn as ids are."""
-        return self._domains
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """Return what a model card needs to know of each domain."""
-        return self._facts
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids at (B, T) positions, and those behind each."""
@@ -113,13 +105,11 @@ class TargetInTraining(HeadInTraining):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def loss(self, texts: Any, rows: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of the tokens behind (B, T) positions."""
         inputs, labels = texts.read(rows)
         logits = self.model(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def export(self, folder: Path) -> None:
-        """Write a model folder with the tokenizer."""
         self.model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40MB")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(self.tokenizer / name, folder / name)

@@ -41,11 +41,9 @@ class SleepingEngine(Engine):
 
     @property
     def on_device(self) -> bool:
-        """As on a GPU."""
         return True
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
-        """Sleep for T_M, whatever the rows."""
         clock = Clock(self.pool.device)
         return ForwardOutput(*clock(self._sleep, batch), clock)
 
@@ -59,7 +57,6 @@ class SleepingEngine(Engine):
 
 
 def load_engine(settings: VerifierSettings) -> Engine:
-    """The engine of a folder that Asleep wrote."""
     return SleepingEngine(Asleep.read(settings.target), settings.dtype, settings.kv_tokens)
 
 

@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 
 from coppice.stack.spec import StackSpec
-from lab.measuring import clean_check
+from lab.measuring import Report, clean_check, reporting, table
 from lab.options import JsonFile, Options
-from lab.report import Report, table
 from tests.certificates import Authority
 from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
 from tests.faults.campaign.scenarios import QUICK, SCENARIOS, choose
@@ -74,12 +73,12 @@ def faults(
         plan = Plan(repeat=repeat, tls=Authority(folder / "certificates") if tls else None)
         if plan.tls:
             os.environ["COPPICE_TLS__CA"] = str(plan.tls.folder / "ca.pem")  # clients need no certificate
-        report, scenarios = Report.of("faults", spec), choose(kinds or [])
+        scenarios = choose(kinds or [])
         adapting = replace(spec, adapt=True, extra={"adapter": {**QUICK, "adapter.folder": folder / "adapter"}})
-        for stack_spec in (spec, adapting):
-            if chosen := [scenario for scenario in scenarios if scenario.adapts == stack_spec.adapt]:
-                campaign(stack_spec, chosen, plan, report, console.print)
-    report.end(json_file)
+        with reporting("faults", spec, Options(json_file=json_file)) as report:
+            for stack_spec in (spec, adapting):
+                if chosen := [scenario for scenario in scenarios if scenario.adapts == stack_spec.adapt]:
+                    campaign(stack_spec, chosen, plan, report, console.print)
 
 
 if __name__ == "__main__":

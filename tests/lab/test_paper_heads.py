@@ -25,7 +25,7 @@ from coppice.testing.reference import Reference
 from coppice.training.heads import build_student, head_config
 from coppice.training.losses import Targets
 from lab.cli import app as bench
-from lab.paper.training import LOSS, slot_states
+from lab.paper.heads import LOSS, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
     GREEDY,

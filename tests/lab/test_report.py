@@ -21,11 +21,10 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, Reference, TargetText, judge_token
 from coppice.v1 import adapter_pb2 as pb
-from lab.adapt import Lane, adapt_line, report_lanes, shifted
+from lab.adapt import Lane, adapt_line, report_lanes, stream_of
 from lab.cli import PROMPTS, stream_coloured
-from lab.measuring import reference_of, reporting
+from lab.measuring import Report, Row, exactness, make_row, reference_of, reporting, table, verdicts_of
 from lab.options import Options, Question, own_prompts, read_questions
-from lab.report import Report, Row, exactness_checks, make_row, table, verdicts_of
 from tests.fake_service import echo_server
 from tests.lab.conftest import completion
 from tests.tiny import make_target
@@ -66,7 +65,7 @@ def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_i
     changes: Row, dtype: str, tokens: int, signs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = make_row("route", [completion([2, 2], 1.0, "a")], ["identical"], 31) | changes
-    report = Report("demo", dtype, 2, checks=exactness_checks([row], dtype, tokens))
+    report = Report("demo", dtype, 2, checks=exactness([row], dtype, tokens))
     report.print(Console())
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == signs
     assert report.ok == ("FAILED" not in signs)
@@ -242,8 +241,9 @@ def test_the_reference_answers_and_judges(target: Path) -> None:
 
 
 def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
-    reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
-    own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
+    reference = Reference(make_target(tmp_path), "float32", threads=1)
+    stream = stream_of("shift", 5, reference.text.encode)
+    own = [reference.greedy(question.ids, 8).ids for question in stream]
     lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
     lanes[0].answers = [completion([1] * 7, 1.0, "a", ids) for ids in own]
     other = (own[0][0] + 1) % 300

@@ -19,10 +19,9 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Timings
-from lab.measuring import Bench, Journal, in_turn
+from lab.measuring import Bench, Journal, Report, in_turn
 from lab.options import Options, Question, benchmark_names
 from lab.peers import NGRAMS, VERSION, build, check_peers, run_peers
-from lab.report import Report
 from lab.run import (
     ALL,
     HF_GENERATE,

@@ -8,11 +8,9 @@ import pytest
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
-from lab.measuring import Bench
+from lab.measuring import Bench, Report
 from lab.options import Options
-from lab.report import Report
-from lab.services import Asleep
-from lab.services.measure import ASLEEP, HEAD, run_services, spec_of
+from lab.services import ASLEEP, HEAD, Asleep, run_services, spec_of
 
 SMALL = Asleep(t_m_ms=2, t_d_ms=1, vocab_size=1000, hidden_size=8, layers=6)
 OPTIONS = Options(n=2, max_new_tokens=24, budget=12)

@@ -39,7 +39,7 @@ def check_kind(kind: str, folder: Path) -> None:
     extra = {"verifier": {"verifier.kv_tokens": 4096}}
     with serving(folder, folder / "target", *heads, verifiers=2, extra=extra) as stack:
         check_texts(stack, Reference(folder / "target", "float32", threads=1))
-    log = "".join(file.read_text() for file in folder.glob("verifier*.log"))
+        log = "".join(file.read_text() for file in folder.glob("verifier*.log"))
     assert "no prefix cache: the target keeps states of texts" in log
     assert "Traceback" not in log
 

@@ -20,7 +20,7 @@ from coppice.engine import steps
 from coppice.engine.engine import Engine
 from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import PackedBatch, Piece, pack
-from coppice.engine.steps import Bucket, Graph, StepInputs, Steps, TappedModel, graph_buckets
+from coppice.engine.steps import Bucket, StepInputs, Steps, TappedModel, graph_buckets
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.pretend import FREE, LAUNCHES
 from tests.services.test_engine import SMALL, Tree, kernel_rules
@@ -77,7 +77,7 @@ def answers(engine: Engine, runs: Steps | None, batch: PackedBatch) -> tuple[Ten
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that run the forward which they would replay."""
 
-    def record(steps: Steps, inputs: StepInputs, layers: tuple[int, ...], memory: object) -> Graph:
+    def record(steps: Steps, inputs: StepInputs, layers: tuple[int, ...], memory: object) -> None:
         output = steps._run(inputs, layers)
 
         def replay() -> None:
@@ -85,7 +85,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
                 for kept, new in zip(output, steps._run(inputs, layers), strict=True):
                     kept.copy_(new)  # type: ignore[union-attr, arg-type]
 
-        return Graph(inputs, SimpleNamespace(pool=lambda: None, replay=replay), output)
+        inputs.graph, inputs.output = SimpleNamespace(pool=lambda: None, replay=replay), output
 
     monkeypatch.setattr(Steps, "record", record)
 
@@ -121,12 +121,12 @@ def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel
     engine = engine_of(llama)
     runs = steps_of(engine)
     assert runs.capture(graph_buckets(8), (1, 2, 3)) == ""
-    rows = " ".join(str(graph.inputs.bucket.rows) for graph in runs.graphs)
+    rows = " ".join(str(inputs.bucket.rows) for inputs in runs.graphs)
     assert rows == "1 2 4 8 16 32 64 96 128 192 256 384 512 768"
     replayed: list[int] = []
-    for graph in runs.graphs:
-        graph.recording.replay = partial(
-            lambda graph, replay: (replayed.append(graph.inputs.bucket.rows), replay()), graph, graph.recording.replay
+    for inputs in runs.graphs:
+        inputs.graph.replay = partial(
+            lambda rows, replay: (replayed.append(rows), replay()), inputs.bucket.rows, inputs.graph.replay
         )
     # Layers in any order, none, one twice, and one that the graphs do not leave.
     for layers, uses in (((), True), ((2,), True), ((3, 1, 3), True), ((0,), False)):

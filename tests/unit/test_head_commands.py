@@ -26,12 +26,12 @@ from coppice.errors import InvalidField
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head
 from coppice.training import heads, progress
-from coppice.training.answers import AnswerPlan, record_answers
+from coppice.training.answers import record_answers
 from coppice.training.cli import app as train
 from coppice.training.heads import Recipe, Trainer, TrainingConfig
 from tests.tiny import make_target
 
-SMALL = AnswerPlan(256, length=64)
+SMALL: dict[str, Any] = {"tokens": 256, "length": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
 
@@ -133,13 +133,13 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
         "import os, signal; from pathlib import Path; from coppice.training import answers as t\n"
         "def progress(done, total):\n    if done >= 450: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"t.SAVE_S = 0\nt.record_answers({lines!r}, Path({str(place / 'target')!r}), Path({str(tmp_path)!r}), "
-        f"t.AnswerPlan({plan.tokens}, {plan.length}), progress=progress)\n"
+        f"{plan['tokens']}, length={plan['length']}, progress=progress)\n"
     )
     killed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     begun = json.loads((tmp_path / ".begun.json").read_text())
     assert sorted(begun) == ["words-held-out-00000.safetensors", "words-train-00000.safetensors"]
-    answers = record_answers(lines, place / "target", tmp_path, plan, progress=lambda *counts: seen.append(counts))
+    answers = record_answers(lines, place / "target", tmp_path, **plan, progress=lambda *counts: seen.append(counts))
     assert 442 <= seen[0][0] < 450  # of the forward that was under way, a token of each of eight texts is missing
     assert seen[0][0] == sum(len(ids) for texts in begun.values() for ids, _ in texts)
     texts = answers.ids().view(4, 64)
@@ -147,14 +147,14 @@ def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) 
         assert text[: len(ids)] == ids
     end = [*texts[0].tolist(), 0].index(0)
     model = AutoModelForCausalLM.from_pretrained(place / "target")
-    final = answers.read(torch.from_numpy(answers.domains()[0].train[:64])[None]).final
+    final = answers.read(torch.from_numpy(answers.domains[0].train[:64])[None]).final
     assert torch.allclose(final[:, :end], model.model(texts[:1, :end]).last_hidden_state, rtol=0.02, atol=0.02)
 
 
 def test_what_a_disk_has_no_room_for_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**27))
     with pytest.raises(InvalidField, match=r"^--lessons: .* would take 0\.[2-9] GiB more, and its disk has 0\.1 free$"):
-        record_answers([f"words={place}/words.txt"], place / "target", tmp_path, AnswerPlan(1_200_000))
+        record_answers([f"words={place}/words.txt"], place / "target", tmp_path, 1_200_000)
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
@@ -178,15 +178,14 @@ def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> N
 def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: Path, tmp_path: Path) -> None:
     target, work, vocabularies = place / "target", tmp_path / "run", []
     for tokens in (256, 2048):
-        plan = replace(SMALL, tokens=tokens)
-        answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
+        answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", tokens, length=64)
         learn(TrainingConfig("eagle3", target, answers, work, resume=True), tokens)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = torch.bincount(answers.ids(), minlength=300).argsort(descending=True, stable=True)[:40].sort().values
     assert vocabularies[0] == vocabularies[1] != fresh.tolist()
     with pytest.raises(InvalidField, match=r"--shape: head_dim is 4, and 8 of the head that .*head.json began"):
         learn(TrainingConfig("eagle3", target, answers, work, {"head_dim": 4}, resume=True), 256)
-    other = record_answers([f"words={place}/words.txt"], target, tmp_path / "other", SMALL, layers=(3,))
+    other = record_answers([f"words={place}/words.txt"], target, tmp_path / "other", **SMALL, layers=(3,))
     with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(2, 3, 4\)"):
         learn(TrainingConfig("eagle3", target, other, work, resume=True), 256)
 

@@ -24,7 +24,7 @@ from coppice.stack.process import Ready
 from coppice.stack.spec import StackSpec
 from coppice.v1 import verifier_pb2
 from coppice.wire.verifier import read_target
-from lab.report import Check
+from lab.measuring import Check
 from services.adapter.loop import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.load import Answers, Load, Stream, plain_answers, questions

@@ -27,7 +27,7 @@ from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.wire.generation import Started
-from lab.report import Check
+from lab.measuring import Check
 from services.adapter.loop import DrafterLink
 from tests.faults.campaign.load import Load, Stream, ask
 from tests.faults.campaign.rig import Fault, FaultRow, Rig, Run, Scenario, percentile
