@@ -169,12 +169,10 @@ class _Endpoint:
         self._turns = itertools.count(random.randrange(len(self._stubs)))  # noqa: S311 - it is no secret
         self._closed = False
 
-    def _call(self, caller: str, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
-        """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
-        request, count = build_request(prompt, caller, **options), len(self._stubs)
-        timeout = options.get("timeout", TIMEOUT_S)
-        call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
-        return call, Accumulator()
+    def _call(self, caller: str, prompt: Prompt, options: Options) -> Attempts:
+        """The call of a prompt. Raises InvalidField, TypeError for an unknown option."""
+        message, count = request_to_wire(build_request(prompt, caller, **options)), len(self._stubs)
+        return Attempts(options.get("timeout", TIMEOUT_S), message, count, next(self._turns) % count)
 
     def _stub(self, call: Attempts) -> Stub:
         """Whom the next attempt of a call asks. Raises Cancelled when the client is closed."""
@@ -214,7 +212,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
     @lists_options
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = self._call("generate", prompt, options)
+        call, answer = self._call("generate", prompt, options), Accumulator()
         for event in self._events(call):
             answer.add(event)
         return answer.completion()
@@ -225,7 +223,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
         `coppice.client.completion.Accumulator` folds the events into a Completion, a partial one if need be.
         """
-        return self._events(self._call("stream", prompt, options)[0])
+        return self._events(self._call("stream", prompt, options))
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
         with tracing.calling("generate") as metadata:
@@ -273,7 +271,7 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
     @lists_options
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = self._call("generate", prompt, options)
+        call, answer = self._call("generate", prompt, options), Accumulator()
         async with contextlib.aclosing(self._events(call)) as events:
             async for event in events:
                 answer.add(event)
@@ -282,7 +280,7 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
     @lists_options
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[StreamEvent]:
         """Started, then Chunks, then Finished. Wrap it in `contextlib.aclosing` to cancel at once on leaving early."""
-        return self._events(self._call("stream", prompt, options)[0])
+        return self._events(self._call("stream", prompt, options))
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
         with tracing.calling("generate") as metadata:

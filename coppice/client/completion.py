@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from coppice.wire.generation import Chunk, Finished, Origin, Started, StepTree
@@ -89,14 +89,14 @@ class Accumulator:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._called = clock, clock()
         self._first = self._last = self._called  # when the first and the last token came
-        self._started = Started(0, "", (), 0)
+        self.started = Started(0, "", (), 0)
         self._finished: Finished | None = None
         self._chunks: list[Chunk] = []
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event."""
         if isinstance(event, Started):
-            self._started = event
+            self.started = event
         elif isinstance(event, Finished):
             self._finished = event
         else:
@@ -107,21 +107,19 @@ class Accumulator:
 
     def completion(self) -> Completion:
         """The answer so far."""
-        started, chunks = self._started, self._chunks
-        ids = tuple(token for chunk in chunks for token in chunk.ids)
-        end = self._finished or Finished("cancelled", started.prompt_tokens, len(ids), [], [], [])
+        started, chunks = self.started, self._chunks
+        joined: dict[str, Any] = {
+            name: tuple(chain.from_iterable(getattr(chunk, name) for chunk in chunks))
+            for name in ("ids", "log_probs", "origins", "pieces")
+        }
+        end = self._finished or Finished("cancelled", started.prompt_tokens, len(joined["ids"]), [], [], [])
         return Completion(
             **{field.name: getattr(end, field.name) for field in fields(end)},
+            **{name: getattr(started, name) for name in ("policy", "heads", "seed")},
+            **joined,
             text="".join(chunk.text for chunk in chunks),
-            ids=ids,
-            log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
-            origins=tuple(origin for chunk in chunks for origin in chunk.origins),
-            policy=started.policy,
-            heads=started.heads,
-            seed=started.seed,
             ttft_s=self._first - self._called,
             # The server's clock is not blurred by chunks that arrive together.
             decode_s=(not end.resumed and end.timings.decode_ns / 1e9) or self._last - self._first,
             trees=tuple(chunk.tree for chunk in chunks if chunk.tree is not None),
-            pieces=tuple(piece for chunk in chunks for piece in chunk.pieces),
         )

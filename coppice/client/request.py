@@ -89,14 +89,11 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
     limits.check_range("max_new_tokens", fields.get("max_new_tokens", 0), 0, MAX_UINT32)
     if fields.get("budget") is not None:
         limits.check_range("budget", fields["budget"], 0, limits.MAX_TREE_NODES)
-    text, ids, chat = _read_prompt(prompt)
     structured = fields.pop("structured_outputs", None)
     stop, prediction = fields.pop("stop", ()), fields.pop("prediction", ())
     is_text = isinstance(prediction, str)
     return GenerationRequest(
-        text=text,
-        ids=ids,
-        chat=chat,
+        **_read_prompt(prompt),
         resume_ids=_read_ids("resume_ids", fields.pop("resume_ids", ())),
         sampling=sampling,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -134,14 +131,14 @@ def _read_grammar(structured: Mapping[str, Any]) -> Grammar:
     return Grammar(_GRAMMARS[name], value)
 
 
-def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tuple[ChatMessage, ...] | None]:
-    """Text, ids and messages of a prompt; two of them are None."""
+def _read_prompt(prompt: Prompt) -> dict[str, Any]:
+    """The field of a request that a prompt is: text, ids or chat."""
     if len(prompt) == 0:
         raise InvalidField("prompt", "is empty")
     if isinstance(prompt, str):
-        return prompt, None, None
+        return {"text": prompt}
     if not isinstance(prompt[0], ChatMessage | Mapping):
-        return None, _read_ids("prompt", cast(Sequence[int], prompt)), None
+        return {"ids": _read_ids("prompt", cast(Sequence[int], prompt))}
     parts = cast(Sequence[ChatMessage | Mapping[str, str]], prompt)
     try:
         chat = tuple(ChatMessage(**part) if isinstance(part, Mapping) else part for part in parts)
@@ -150,7 +147,7 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tu
         raise InvalidField("prompt", f"consists of messages with role and content: {error}") from None
     if not all(isinstance(text, str) for text in texts):
         raise InvalidField("prompt", "messages consist of texts alone")
-    return None, None, chat
+    return {"chat": chat}
 
 
 def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:

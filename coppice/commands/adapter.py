@@ -10,6 +10,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from coppice.client.adapter import STANDING_BY, AdapterClient, plain
 from coppice.commands.options import file
@@ -18,8 +19,8 @@ from coppice.v1 import adapter_pb2 as pb
 
 app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True, add_completion=False)
 
-Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
-Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
+Address = Annotated[str | None, Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
+Head = Annotated[str, Option(help="The head's name; default: all of them.")]
 PICTURES = (".png", ".svg")
 PLOT = file("--plot", f"Draw tau and tokens/s of the latest queries ({', '.join(PICTURES)}).", *PICTURES)
 
@@ -28,9 +29,7 @@ PLOT = file("--plot", f"Draw tau and tokens/s of the latest queries ({', '.join(
 def status(
     address: Address = None,
     head: Head = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, the latest queries included.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, the latest queries included.")] = False,
     plot: Annotated[Path | None, PLOT] = None,
 ) -> None:
     """Show what the adapter did and knows, and which weights every drafter uses."""
@@ -62,10 +61,8 @@ def resume(address: Address = None, head: Head = "") -> None:
 @app.command()
 def rollback(
     address: Address = None,
-    head: Annotated[str, typer.Option(help="The head's name; may be left out when there is one.")] = "",
-    version: Annotated[
-        int | None, typer.Option(min=0, help="0: the head as it was deployed; default: the last good one.")
-    ] = None,
+    head: Annotated[str, Option(help="The head's name; may be left out when there is one.")] = "",
+    version: Annotated[int | None, Option(min=0, help="0: as it was deployed; default: the last good one.")] = None,
 ) -> None:
     """Put earlier weights back on every drafter, as a new version."""
     with AdapterClient(address) as client:
@@ -73,6 +70,7 @@ def rollback(
 
 
 _LATEST = 8
+_OTHERS = {True: "others", False: "does not answer"}  # weights that are not as wanted, of who is reachable
 Cells = Sequence[str | int]
 
 
@@ -95,7 +93,8 @@ def show(status: pb.HeadStatus, console: Console) -> None:
         ],
         "kind, queries, tau, drafted by, gain, texts, another update": [_of_kind(kind) for kind in status.kinds],
         "replica, version, weights": [
-            (each.address, each.version, _weights(each.current, each.reachable)) for each in status.replicas
+            (each.address, each.version, "as wanted" if each.current else _OTHERS[each.reachable])
+            for each in status.replicas
         ],
         "version, queries, tau": [
             (each.version, each.queries, f"{each.tau:.2f}") for each in status.versions[-_LATEST:]
@@ -113,10 +112,6 @@ def show(status: pb.HeadStatus, console: Console) -> None:
             console.print(table)
 
 
-def _weights(current: bool, reachable: bool) -> str:
-    return "as wanted" if current else "others" if reachable else "does not answer"
-
-
 def _of_kind(kind: pb.KindStatus) -> Cells:
     """The row of a kind of text; another update's savings and costs are seconds of serving."""
     other, variant = (f"variant {number}" if number else "deployed" for number in (kind.other, kind.variant))
@@ -127,14 +122,12 @@ def _of_kind(kind: pb.KindStatus) -> Cells:
 
 
 SMOOTHING = 15  # queries of a moving mean
-HEAD_ONLY, FULL, PAYS, TAKEN_BACK = "#E69F00", "#0072B2", "#009E73", "#D55E00"
-"""colours of Okabe and Ito's"""
-ARM_COLOURS = {"skip": "0.75", "head": HEAD_ONLY, "full": FULL}
+ARM_COLOURS = {"skip": "0.75", "head": "#E69F00", "full": "#0072B2"}  # Okabe and Ito's
 CHANGES = {
-    "pays": ("variant pays", PAYS),
-    "head": ("head-only update", HEAD_ONLY),
-    "full": ("full update", FULL),
-    **dict.fromkeys(("loses", "revert", "rollback"), ("taken back", TAKEN_BACK)),
+    "pays": ("variant pays", "#009E73"),
+    "head": ("head-only update", ARM_COLOURS["head"]),
+    "full": ("full update", ARM_COLOURS["full"]),
+    **dict.fromkeys(("loses", "revert", "rollback"), ("taken back", "#D55E00")),
 }
 """changes of weights: their names in the legend, and colours"""
 
@@ -158,17 +151,16 @@ def draw(heads: Sequence[pb.HeadStatus], file: Path) -> None:
 
 
 def _draw(panel: Any, status: pb.HeadStatus, name: str) -> None:
-    queries = [point.query for point in status.history]
-    values = [getattr(point, name) for point in status.history]
+    queries = [(point.query, getattr(point, name), point.action) for point in status.history]
     for action, colour in ARM_COLOURS.items():
-        if of_arm := [point for point in status.history if point.action == action]:
-            at, heights = [point.query for point in of_arm], [getattr(point, name) for point in of_arm]
-            panel.scatter(at, heights, s=8, color=colour, label=f"query: {action}")
+        if of_arm := [(query, value) for query, value, arm in queries if arm == action]:
+            panel.scatter(*zip(*of_arm, strict=True), s=8, color=colour, label=f"query: {action}")
+    values = [value for _, value, _ in queries]
     means = [statistics.fmean(values[max(0, end - SMOOTHING) : end]) for end in range(1, len(values) + 1)]
-    panel.plot(queries, means, color="black", label=f"mean of {SMOOTHING} queries")
+    panel.plot([query for query, *_ in queries], means, color="black", label=f"mean of {SMOOTHING} queries")
     labels = set[str]()
     for change in status.changes:
-        if change.query >= min(queries, default=0):
+        if change.query >= min((query for query, *_ in queries), default=0):
             label, colour = CHANGES.get(change.what, (change.what, "0.5"))
             panel.axvline(change.query, linewidth=1, alpha=0.8, color=colour, label=None if label in labels else label)
             labels.add(label)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
+from typer import Argument, Option
 
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
@@ -21,49 +22,42 @@ from coppice.errors import InvalidField
 from coppice.prompts import FilePrompt, read_prompts
 from coppice.wire.generation import Chunk, StepTree
 
-Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
-Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn.")]
-MaxNewTokens = Annotated[int, typer.Option(help="0: the server's default.")]
+Address = Annotated[str | None, Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
+Policy = Annotated[str, Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
+Temperature = Annotated[float, Option(help="0 is greedy.")]
+Seed = Annotated[int | None, Option(help="Seed of the draws; default: one is drawn.")]
+MaxNewTokens = Annotated[int, Option(help="0: the server's default.")]
 QUIT = "/quit"
 
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Token ids instead, such as 1,2,3.")] = None,
+    prompt: Annotated[str | None, Argument(help="What to continue.")] = None,
+    ids: Annotated[str | None, Option(help="Token ids instead, such as 1,2,3.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt. All turns are asked."
-        ),
+        Path | None, Option(help="A file instead, a prompt a line if it is .jsonl or .txt. All turns are asked.")
     ] = None,
     prediction_file: Annotated[
-        Path | None, typer.Option(help="A file of what the answer is expected to be: a look-up head drafts from it.")
+        Path | None, Option(help="A file of what the answer is expected to be: a look-up head drafts from it.")
     ] = None,
-    skip_long: Annotated[
-        bool, typer.Option("--skip-long", help="Leave out a file's prompts that the server's context has no room for.")
-    ] = False,
+    skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts that do not fit the context.")] = False,
     address: Address = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Send the prompt as a user's message.")] = False,
     policy: Policy = "",
-    budget: Annotated[int | None, typer.Option(help="Draft nodes verified a step.")] = None,
+    budget: Annotated[int | None, Option(help="Draft nodes verified a step.")] = None,
     temperature: Temperature = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most probable ids kept; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least share of the best id's probability.")] = 0.0,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1 is none; default: the target's.")] = None,
-    frequency_penalty: Annotated[float, typer.Option(help="For each time an id was generated.")] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="For ids that were generated.")] = 0.0,
+    top_p: Annotated[float, Option(help="Nucleus mass.")] = 1.0,
+    top_k: Annotated[int, Option(help="Most probable ids kept; 0 keeps all.")] = 0,
+    min_p: Annotated[float, Option(help="Least share of the best id's probability.")] = 0.0,
+    repetition_penalty: Annotated[float | None, Option(help="1 is none; default: the target's.")] = None,
+    frequency_penalty: Annotated[float, Option(help="For each time an id was generated.")] = 0.0,
+    presence_penalty: Annotated[float, Option(help="For ids that were generated.")] = 0.0,
     logit_bias: Annotated[list[str] | None, names("Added to an id's logit.", metavar="ID=BIAS,...")] = None,
     seed: Seed = None,
     max_new_tokens: MaxNewTokens = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-    show_tree: Annotated[
-        bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
-    ] = False,
+    stop: Annotated[list[str] | None, Option(help="Text that ends the answer (repeatable).")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of text.")] = False,
+    show_tree: Annotated[bool, Option("--show-tree", help="Then draw the draft tree that accepted most.")] = False,
 ) -> None:
     """Answer a prompt, streaming the text."""
     prompts = prompts_of(prompt, ids, prompt_file)

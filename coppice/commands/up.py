@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer import Option
+from typer import Argument, Option
 
 from coppice.commands.options import Heads, file, names, stack_spec
 from coppice.config.gguf import as_folder
@@ -46,54 +46,41 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.
 UNWANTED = ("*/*", "consolidated*")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:.+)?")
 Part = Literal["all", "heads", "tokenizer"]
+_OF_THE_SPEC = ("policy", "budget", "device", "dtype", "port", "verifiers", "orchestrators", "one_process", "adapt")
+"""options that a StackSpec has under the same names"""
 
 
 def up(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A model's folder, GGUF file, or name on the Hugging Face Hub; default: the demo's."),
-    ] = None,
+    context: typer.Context,
+    model: Annotated[str | None, Argument(help="Folder, GGUF file or name on the Hub; default: the demo's.")] = None,
     target: Annotated[Path | None, Option(help="A model's folder: another way to give MODEL.")] = None,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a model on the Hub; default: main.")] = None,
-    name: Annotated[
-        list[str] | None, names("What clients call the model, the first is shown; default: as MODEL.", "--name")
-    ] = None,
+    name: Annotated[list[str] | None, names("What clients call it, the first is shown; default: as MODEL.")] = None,
     chat_template: Annotated[
         Path | None, Option(exists=True, dir_okay=False, help="Jinja file, in place of the model's own chat template.")
     ] = None,
     head: Heads = None,
-    policy: Annotated[
-        str | None, Option(help="plain, single:HEAD, route, merge or auto; default: route over all heads.")
-    ] = None,
+    policy: Annotated[str | None, Option(help="plain, single:HEAD, route, merge or auto; default: route.")] = None,
     budget: Annotated[
         int | None, Option(min=0, max=MAX_TREE_NODES, help="Draft nodes verified a step; default: 31, on CUDA 60.")
     ] = None,
     max_tokens: Annotated[int | None, Option(min=1, help="Most new tokens of a request; default: 4096.")] = None,
-    kv_tokens: Annotated[
-        int | None, Option(min=1, help="KV of a verifier, tokens; default: 65536 or what fits.")
-    ] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, help="KV of a verifier; default: 65536 or what fits.")] = None,
     token: Annotated[str | None, Option(help="Answer only who sends this API key; default: anyone.")] = None,
     device: Annotated[str | None, Option(help="Torch device, such as cuda or cuda:1; default: cpu.")] = None,
     dtype: Annotated[str | None, Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")] = None,
-    threads: Annotated[
-        int | None, Option(min=1, max=1024, help="A verifier's threads, a drafter has half; default: all cores.")
-    ] = None,
+    threads: Annotated[int | None, Option(min=1, max=1024, help="A verifier's; default: all cores.")] = None,
     port: Annotated[int | None, Option(min=0, max=65535, help="Default: 50051; 0 takes a free one.")] = None,
     http_port: Annotated[
-        int | None,
-        Option(min=0, max=65535, help="OpenAI's API; default: 8000 or, if taken, a free one; 0 serves none."),
+        int | None, Option(min=0, max=65535, help="OpenAI's API; default: 8000 or a free one; 0 serves none.")
     ] = None,
     verifiers: Annotated[int, Option(min=1, max=64, help="Verifiers, each with the target.")] = 1,
     drafters: Annotated[int, Option(min=1, max=64, help="Drafters of each head.")] = 1,
     orchestrators: Annotated[int, Option(min=1, max=64, help="Orchestrators; the first one is at --port.")] = 1,
-    one_process: Annotated[
-        bool, Option("--one-process", help="Let the heads live in the verifiers' processes.")
-    ] = False,
+    one_process: Annotated[bool, Option("--one-process", help="Heads live in the verifiers' processes.")] = False,
     adapt: Annotated[bool, Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
     config: Annotated[Path | None, Option(help="YAML settings of every service.")] = None,
-    log_dir: Annotated[
-        Path | None, Option(file_okay=False, help="Folder for logs; default: one that is deleted at the end.")
-    ] = None,
+    log_dir: Annotated[Path | None, Option(file_okay=False, help="Folder in which logs stay.")] = None,
     ready_file: Annotated[Path | None, file("--ready-file", "File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C.
@@ -105,25 +92,14 @@ def up(
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     folder, hub_name = find_model(model, target, revision)
-    spec = stack_spec(
-        folder,
-        head,
-        "MODEL" if model else "--target",
-        name=",".join(name or ()) or hub_name,
-        policy=policy,
-        budget=budget,
-        verifier_threads=threads,
-        drafter_threads=threads and max(1, threads // 2),
-        device=device,
-        dtype=dtype,
-        port=port,
-        http_port=_http_port(http_port),
-        verifiers=verifiers,
-        replicas=drafters,
-        orchestrators=orchestrators,
-        one_process=one_process,
-        adapt=adapt,
-    )
+    options = {option: context.params[option] for option in _OF_THE_SPEC} | {
+        "name": ",".join(name or ()) or hub_name,
+        "http_port": _http_port(http_port),
+        "verifier_threads": threads,
+        "drafter_threads": threads and max(1, threads // 2),
+        "replicas": drafters,
+    }
+    spec = stack_spec(folder, head, "MODEL" if model else "--target", **options)
     for each in spec.heads:
         if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
             _warn(f"head {each.name}: {warning}")
@@ -172,12 +148,10 @@ def find_model(model: str | None, target: Path | None, revision: str | None) -> 
 
 
 def fetch(
-    model: Annotated[str, typer.Argument(help="Its name on the Hugging Face Hub, or a GGUF file.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
-    part: Annotated[
-        Part, typer.Option(help="all, heads: what heads of this target read of it, tokenizer: no weights.")
-    ] = "all",
-    link: Annotated[Path | None, typer.Option(help="Name for the folder, made once it is whole.")] = None,
+    model: Annotated[str, Argument(help="Its name on the Hugging Face Hub, or a GGUF file.")],
+    revision: Annotated[str | None, Option(help="Branch, tag or commit; default: main.")] = None,
+    part: Annotated[Part, Option(help="all, heads: what its heads read of it, tokenizer: no weights.")] = "all",
+    link: Annotated[Path | None, Option(help="Name for the folder, made once it is whole.")] = None,
 ) -> None:
     """Download a model into the cache of HF_HOME, and print its folder."""
     if link and link.is_dir() and not link.is_symlink():
@@ -384,7 +358,7 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_HTTP_PORT}"
 
 def top(
     address: Annotated[
-        str, typer.Option(help="HOST:PORT of HTTP or of metrics, as `coppice up` prints them, several with commas.")
+        str, Option(help="HOST:PORT of HTTP or of metrics, as `coppice up` prints them, several with commas.")
     ] = DEFAULT_ADDRESS,
 ) -> None:
     """Show what a running deployment does, from its pages of metrics; once where there is no terminal."""

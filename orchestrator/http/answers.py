@@ -11,7 +11,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import structlog
 from fastapi.exceptions import RequestValidationError
@@ -31,16 +32,32 @@ from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationReq
 
 from ..service import GenerationServicer
 from .bodies import ChatBody, CompletionBody
-from .tools import AnswerParser, Call, ChatFormat, Json, Part
+from .tools import AnswerParser, ChatFormat, Json, Part
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, StreamEvent], None]  # of all choices of a request, each with its choice's index
+Scored = tuple[int, Json]  # a token's place in the text, and its log-probabilities as chats have them
 
 _PING_S = 15  # between two signs of life in a stream
 _TAIL_IDS = 32  # of a prompt, in which a template may open what is thought
 _CALL_ID_CHARS = 9  # templates of Mistral take no others
+_CODES = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "DEADLINE_EXCEEDED": 408,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "FAILED_PRECONDITION": 503,
+}
+_TYPES = {401: "authentication", 403: "permission", 404: "not_found", 408: "timeout", 429: "rate_limit"}
+_LEAST_LOG_PROB = -9999.0  # as OpenAI has it: JSON has no infinity
+_BROKEN = "\ufffd"  # stands for bytes that are no character
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -67,18 +84,18 @@ async def streamed(
 ) -> Response:
     """Stream parts, and [DONE] behind them. An error before the first part is raised, a later one is a part."""
     first = await unless_gone(request, anext(parts))
-    return EventSourceResponse(_data(first, parts), headers=headers, sep="\n", ping=_PING_S, send_timeout=idle_s)
 
+    async def sent() -> AsyncIterator[dict[str, str]]:
+        async with contextlib.aclosing(parts):
+            yield _event(first)
+            try:
+                async for part in parts:
+                    yield _event(part)
+            except Exception as error:
+                yield {"data": json.dumps(describe_error(error)[1])}
+        yield {"data": "[DONE]"}
 
-async def _data(first: Json, parts: AsyncGenerator[Json, None]) -> AsyncIterator[dict[str, str]]:
-    async with contextlib.aclosing(parts):
-        yield _event(first)
-        try:
-            async for part in parts:
-                yield _event(part)
-        except Exception as error:
-            yield {"data": json.dumps(describe_error(error)[1])}
-    yield {"data": "[DONE]"}
+    return EventSourceResponse(sent(), headers=headers, sep="\n", ping=_PING_S, send_timeout=idle_s)
 
 
 def _event(part: Json) -> dict[str, str]:
@@ -87,53 +104,28 @@ def _event(part: Json) -> dict[str, str]:
     return {**name, "data": json.dumps(part)}
 
 
-CODES = {
-    "INVALID_ARGUMENT": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
-    "NOT_FOUND": 404,
-    "DEADLINE_EXCEEDED": 408,
-    "CANCELLED": 499,
-    "RESOURCE_EXHAUSTED": 429,
-    "UNAVAILABLE": 503,
-    "FAILED_PRECONDITION": 503,
-    "INTERNAL": 500,
-}
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-}
-"""by HTTP status; of all others the class counts"""
-
-
-def envelope(code: int, message: str, field: str | None = None) -> Json:
-    """OpenAI's body of an error. The message may quote what the caller made up."""
-    kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
-    texts = {"message": message, "param": field}
-    plain = {name: text and text[:MAX_DETAILS].encode(errors="replace").decode() for name, text in texts.items()}
-    return {"error": {**plain, "type": kind, "code": code}}
-
-
 def describe_error(error: Exception) -> tuple[int, Json]:
-    """The HTTP status of an error and its body. Details of an unexpected one stay in the log under an opaque id."""
+    """An error's HTTP status and OpenAI's body. Details of an unexpected one stay in the log under an opaque id."""
+    code, message, field = 500, str(error), None
     if isinstance(error, CoppiceError):
-        code = CODES[error.status]
-        return code, envelope(code, str(error), error.field if isinstance(error, InvalidField) else None)
-    if isinstance(error, HTTPException):
-        message = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
-        return error.status_code, envelope(error.status_code, message)
-    if isinstance(error, RequestValidationError):
+        code, field = _CODES[error.status], error.field if isinstance(error, InvalidField) else None
+    elif isinstance(error, HTTPException):
+        code = error.status_code
+        message = "it is not served here; /docs lists what is" if code == 404 else str(error.detail)
+    elif isinstance(error, RequestValidationError):
         deepest = max(error.errors(), key=lambda each: len(each["loc"]))
         parts = list(map(str, deepest["loc"][1:]))  # with the names of the types that pydantic tried
-        field = ".".join(part for at, part in enumerate(parts) if not (at and (part == "str" or "[" in part)))
+        field = ".".join(part for at, part in enumerate(parts) if not (at and (part == "str" or "[" in part))) or None
         reason = "is not served (docs/http.md#fields)" if deepest["type"] == "extra_forbidden" else deepest["msg"]
-        return 400, envelope(400, f"{field or 'body'}: {reason}", field or None)
-    opaque = secrets.token_hex(8)
-    log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
-    return 500, envelope(500, f"internal error {opaque}")
+        code, message = 400, f"{field or 'body'}: {reason}"
+    else:
+        opaque = secrets.token_hex(8)
+        log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
+        message = f"internal error {opaque}"
+    kind = f"{_TYPES.get(code, 'invalid_request' if code < 500 else 'server')}_error"
+    texts = {"message": message, "param": field}  # they may quote what the caller made up
+    plain = {name: text and text[:MAX_DETAILS].encode(errors="replace").decode() for name, text in texts.items()}
+    return code, {"error": {**plain, "type": kind, "code": code}}
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -147,85 +139,83 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(body, code, headers)
 
 
-REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-LEAST_LOG_PROB = -9999.0  # as OpenAI has it: JSON has no infinity
-_BROKEN = "\ufffd"  # stands for bytes that are no character
-
-
 def finite(log_prob: float) -> float:
     """A log-probability that JSON can hold."""
-    return max(LEAST_LOG_PROB, log_prob)
+    return max(_LEAST_LOG_PROB, log_prob)
 
 
-class ScoredToken(NamedTuple):
-    """A token with its log-probability, None at the prompt's beginning, and the best ones in its place."""
-
-    spelling: bytes  # what it adds to the text; b"" when it is left out
-    offset: int  # in the text, characters
-    log_prob: float | None
-    top: list[tuple[bytes, float]]
+def _best(row: TopLogProbs | None, most: int) -> list[tuple[int, float]]:
+    return [] if row is None else list(zip(row.ids.tolist(), row.log_probs.tolist(), strict=True))[:most]
 
 
-class AnswerChoice:
-    """One answer as its events come in."""
+def _entry(spelling: bytes, log_prob: float | None) -> Json:
+    """A token's log-probability, None at the prompt's beginning. spelling: what it adds to the text, or b""."""
+    value = None if log_prob is None else finite(log_prob)
+    return {"token": _printed(spelling), "logprob": value, "bytes": list(spelling)}
+
+
+def _printed(spelling: bytes) -> str:
+    """A token as text. One that is no whole characters is spelled out, and so differs from others."""
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+class AnswerChoice(Accumulator):
+    """One answer as its events come in, in OpenAI's forms."""
 
     def __init__(
         self,
-        prompt: str | Sequence[int],
         tokens: TokenBytes,
         request: GenerationRequest,
+        parser: AnswerParser | None = None,
+        prompt: str | Sequence[int] = "",
         ends: Collection[int] = (),
         most_top: int = MAX_TOP_LOG_PROBS,
-        parser: AnswerParser | None = None,
     ) -> None:
-        """prompt: what the answer begins with, "" for nothing. ends: ids that end a text and are no part of it.
-
-        most_top: alternatives that are listed for a token. parser: what splits the text; None: all of it is content.
+        """parser: what splits the text; None: all of it is content. prompt: what the answer begins with. ends: ids that
+        end a text and are no part of it. most_top: alternatives that are listed for a token.
         """
-        self.accumulator = Accumulator()
-        self.started = Started(0, "", (), 0)
+        super().__init__()
         self.echo = prompt if isinstance(prompt, str) else tokens.decode(prompt)
-        self.prompt: list[ScoredToken] = []
-        self.tokens: list[ScoredToken] = []
-        self.calls: list[Json] = []
+        self.scores = list[Scored]()
+        self.new_tokens = 0
+        self.calls = list[Json]()
         self._texts = {"content": "", "reasoning_content": ""}
         self._prompt, self._bytes, self._ends, self._parser = prompt, tokens, ends, parser
         self._special, self._most_top = request.keep_special_tokens, most_top
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def add(self, event: StreamEvent) -> list[ScoredToken]:
+    def take(self, event: StreamEvent) -> list[Scored]:
         """Take in an event; returns its tokens with their log-probabilities, when these were asked for."""
-        self.accumulator.add(event)
+        self.add(event)
+        scores = list[Scored]()
         if isinstance(event, Started):
-            self.started = event
             if self._parser:
                 self._parser.begin(self._bytes.decode(event.prompt_ids[-_TAIL_IDS:]))
-            if not event.prompt_ids or not self._prompt:
-                return []
-            text = self._prompt if isinstance(self._prompt, str) else None
-            spellings = self._bytes.of_prompt(event.prompt_ids, text)
-            self.echo = b"".join(spellings).decode(errors="replace")
-            self.prompt = self._scored(spellings, (None, *event.prompt_log_probs), (None, *event.prompt_top))
-            self._utf8.reset()
-            self._offset = len(self.echo)
-            return self.prompt
-        if isinstance(event, Chunk) and event.log_probs:
-            spellings = [b"" if token in self._ends else self._bytes.of(token, self._special) for token in event.ids]
-            scored = self._scored(spellings, event.log_probs, event.top)
-            self.tokens += scored
-            return scored
-        return []
+            if event.prompt_ids and self._prompt:
+                text = self._prompt if isinstance(self._prompt, str) else None
+                spellings = self._bytes.of_prompt(event.prompt_ids, text)
+                self.echo = b"".join(spellings).decode(errors="replace")
+                scores = self._scored(spellings, (None, *event.prompt_log_probs), (None, *event.prompt_top))
+                self._utf8.reset()
+                self._offset = len(self.echo)
+        elif isinstance(event, Chunk):
+            self.new_tokens += len(event.ids)
+            if event.log_probs:
+                ends, special = self._ends, self._special
+                spellings = [b"" if token in ends else self._bytes.of(token, special) for token in event.ids]
+                scores = self._scored(spellings, event.log_probs, event.top)
+        self.scores += scores
+        return scores
 
     def deltas(self, event: StreamEvent) -> list[Json]:
         """What an event adds to the message of a chat, in the form of OpenAI's deltas."""
-        text = event.text if isinstance(event, Chunk) else ""
-        if self._parser is None:
-            parts: Sequence[Part | Call] = [Part("content", text)] if text else []
-        else:
-            parts = self._parser.push(text, ended=isinstance(event, Finished))
-        deltas: list[Json] = []
-        for part in parts:
+        text, deltas = event.text if isinstance(event, Chunk) else "", list[Json]()
+        parts = [Part("content", text)] if text else []
+        for part in self._parser.push(text, ended=isinstance(event, Finished)) if self._parser else parts:
             if isinstance(part, Part):
                 self._texts[part.kind] += part.text
                 deltas.append({part.kind: part.text})
@@ -251,41 +241,29 @@ class AnswerChoice:
         started, rows = self.started, list[Json | None]([None])
         tops = itertools.chain(started.prompt_top, itertools.repeat(None))
         for token, log_prob, top in zip(started.prompt_ids[1:], started.prompt_log_probs, tops, strict=False):
-            best = dict(zip(top.ids.tolist(), top.log_probs.tolist(), strict=True)) if top and most else {}
-            best = dict(itertools.islice(best.items(), most))
-            ranks = {likely: rank for rank, likely in enumerate(best, 1)}
-            rows.append(
-                {
-                    str(each): {
-                        "logprob": finite(value),
-                        "rank": ranks.get(each),
-                        "decoded_token": _printed(self._bytes.of(each, True)),
-                    }
-                    for each, value in ({token: log_prob} | best).items()
-                }
-            )
+            best = _best(top, most)
+            ranks = {likely: rank for rank, (likely, _) in enumerate(best, 1)}
+            row = {}
+            for each, value in {token: log_prob, **dict(best)}.items():
+                text = _printed(self._bytes.of(each, True))
+                row[str(each)] = {"logprob": finite(value), "rank": ranks.get(each), "decoded_token": text}
+            rows.append(row)
         return rows
 
     def _scored(
         self, spellings: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
-    ) -> list[ScoredToken]:
-        rows = itertools.chain(top, itertools.repeat(None))
-        return [
-            ScoredToken(spelling, self._place(spelling), None if value is None else finite(value), self._best(row))
-            for spelling, value, row in zip(spellings, log_probs, rows, strict=False)
-        ]
+    ) -> list[Scored]:
+        scores, rows = list[Scored](), itertools.chain(top, itertools.repeat(None))
+        for spelling, value, row in zip(spellings, log_probs, rows, strict=False):
+            best = [_entry(self._bytes.of(token, True), each) for token, each in _best(row, self._most_top)]
+            scores.append((self._place(spelling), _entry(spelling, value) | {"top_logprobs": best}))
+        return scores
 
     def _place(self, spelling: bytes) -> int:
         """Where in the text the bytes behind those before stand; half a character stands where the whole one will."""
         is_within, text = bool(self._utf8.getstate()[0]), self._utf8.decode(spelling)
         self._offset += len(text)
         return self._offset - len(text) + (is_within and text.startswith(_BROKEN))
-
-    def _best(self, row: TopLogProbs | None) -> list[tuple[bytes, float]]:
-        if row is None:
-            return []
-        spellings = [self._bytes.of(token, True) for token in row.ids.tolist()]
-        return list(zip(spellings, map(finite, row.log_probs.tolist()), strict=True))[: self._most_top]
 
 
 class HttpAnswer:
@@ -303,51 +281,53 @@ class HttpAnswer:
         self._only_prompt = body.echoes and body.limit == 0
         top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0
         ends = {*body.stop_token_ids, *(() if body.ignore_eos else service.target.eos_ids)}
-        self._choices = [
+        self.choices = [
             AnswerChoice(
-                (request.ids or request.text or "") if body.echoes else "",
                 service.token_bytes,
                 request,
+                body.parser(chat, request) if isinstance(body, ChatBody) else None,
+                (request.ids or request.text or "") if body.echoes else "",
                 () if request.include_stop else ends,
                 top,
-                body.parser(chat, request) if isinstance(body, ChatBody) else None,
             )
             for request in requests
         ]
         number = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
         self._head: Json = {"id": number, "created": int(time.time()), "model": service.target.names[0]}
 
-    async def whole(self, events: Events) -> Json:
-        """The body of a request that is not streamed."""
+    async def _shown(self, events: Events) -> Events:
+        """The events; of a prompt that is scored alone, without the token that was decoded behind it."""
         async with contextlib.aclosing(events):
             async for index, event in events:
-                choice = self._choices[index]
-                choice.add(event)
+                if self._only_prompt and isinstance(event, Finished):
+                    yield index, replace(event, finish_reason="length", new_tokens=0)
+                elif not (self._only_prompt and isinstance(event, Chunk)):
+                    yield index, event
+
+    async def whole(self, events: Events) -> Json:
+        """The body of a request that is not streamed."""
+        async with contextlib.aclosing(self._shown(events)) as shown:
+            async for index, event in shown:
+                choice = self.choices[index]
+                choice.take(event)
                 choice.deltas(event)
-        answers = self._completions()
-        choices = [
-            {"index": index, **self._whole_choice(choice, answer)}
-            for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True))
-        ]
+        answers, choices = [choice.completion() for choice in self.choices], list[Json]()
+        for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
+            content: Json = {"message": choice.message} if self._is_chat else {"text": choice.echo + answer.text}
+            content |= {"token_ids": list(answer.ids)} if self._body.return_token_ids else {}
+            content |= {} if self._is_chat else self._prompt_fields(choice)
+            reason = self._reason(choice, answer.finish_reason)
+            log_probs = self._log_probs(choice.scores)
+            choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": reason})
         kind = "chat.completion" if self._is_chat else "text_completion"
-        usage, coppice = self._usage(answers), self._coppice(answers)
-        prompt = self._prompt_fields(self._choices[0]) if self._is_chat else {}
-        return {"object": kind, **self._head, "choices": choices, "usage": usage, **prompt, **coppice}
+        prompt = self._prompt_fields(self.choices[0]) if self._is_chat else {}
+        shared = {"object": kind, **self._head, "choices": choices, "usage": self._usage(answers)}
+        return {**shared, **prompt, **self._coppice(answers)}
 
-    def _whole_choice(self, choice: AnswerChoice, answer: Completion) -> Json:
-        text, tokens, reason = answer.text, choice.tokens, self._reason(choice, answer.finish_reason)
-        if self._only_prompt:
-            text, tokens = "", []
-        content: Json = {"message": choice.message} if self._is_chat else {"text": choice.echo + text}
-        content |= {"token_ids": list(answer.ids)} if self._body.return_token_ids else {}
-        content |= {} if self._is_chat else self._prompt_fields(choice)
-        return {**content, "logprobs": self._log_probs([*choice.prompt, *tokens]), "finish_reason": reason}
-
-    def _reason(self, choice: AnswerChoice, reason: FinishReason) -> str:
+    @staticmethod
+    def _reason(choice: AnswerChoice, reason: FinishReason) -> str:
         """Why a choice ended, in OpenAI's words."""
-        if self._only_prompt:
-            return "length"
-        return "tool_calls" if choice.calls and reason in ("eos", "stop") else REASONS[reason]
+        return "length" if reason == "length" else "tool_calls" if choice.calls and reason != "cancelled" else "stop"
 
     def _prompt_fields(self, choice: AnswerChoice) -> Json:
         """vLLM's fields about the prompt, as far as they are asked for."""
@@ -358,24 +338,21 @@ class HttpAnswer:
     async def parts(self, events: Events) -> AsyncGenerator[Json, None]:
         """The parts of a stream; usage, if it is asked for, is in one with no choice behind all others."""
         options = self._body.stream_options
-        prompt, new = [0] * len(self._choices), [0] * len(self._choices)
-        async with contextlib.aclosing(events):
-            async for index, event in events:
-                prompt[index] = getattr(event, "prompt_tokens", prompt[index])
-                new[index] += len(event.ids) if isinstance(event, Chunk) and not self._only_prompt else 0
-                usage = _count(prompt[index], new[index]) if options.continuous_usage_stats else None
+        async with contextlib.aclosing(self._shown(events)) as shown:
+            async for index, event in shown:
+                choice = self.choices[index]
                 for part in self._parts_of(index, event):
+                    so_far = _count(choice.started.prompt_tokens, choice.new_tokens)
+                    usage = so_far if options.continuous_usage_stats else None
                     yield part | ({"usage": usage} if options.include_usage else {})
         if options.include_usage:
-            yield {**self._part(), "usage": self._usage(self._completions())}
+            yield {**self._part(), "usage": self._usage([choice.completion() for choice in self.choices])}
 
     def _parts_of(self, index: int, event: StreamEvent) -> Iterator[Json]:
         """The parts that an event of a choice is."""
-        choice = self._choices[index]
-        scored = choice.add(event)
-        if self._only_prompt and isinstance(event, Chunk):
-            return
-        fields: Json = {"logprobs": self._log_probs(scored) if scored else None}
+        choice = self.choices[index]
+        scores = choice.take(event)
+        fields: Json = {"logprobs": self._log_probs(scores) if scores else None}
         if self._body.return_token_ids and isinstance(event, Chunk):
             fields["token_ids"] = list(event.ids)
         prompt_fields = self._prompt_fields(choice) if isinstance(event, Started) else {}
@@ -388,13 +365,13 @@ class HttpAnswer:
         else:
             contents = choice.deltas(event)
         if not any(contents):
-            contents = [{"content": ""} if self._is_chat else ""] if scored or len(fields) > 1 else []
+            contents = [{"content": ""} if self._is_chat else ""] if scores or len(fields) > 1 else []
         for content in contents:
             part = self._part(index, content, **fields)
             yield part | prompt_fields if self._is_chat else part
             fields = {}
         if isinstance(event, Finished):
-            answer = choice.accumulator.completion()
+            answer = choice.completion()
             reason = self._reason(choice, answer.finish_reason)
             yield self._part(index, {} if self._is_chat else "", finish_reason=reason) | self._coppice([answer])
 
@@ -404,39 +381,29 @@ class HttpAnswer:
         choice: Json = {"index": index, name: content, "logprobs": None, "finish_reason": None, **fields}
         return {"object": kind, **self._head, "choices": [] if index is None else [choice]}
 
-    def _completions(self) -> list[Completion]:
-        return [choice.accumulator.completion() for choice in self._choices]
-
-    def _log_probs(self, tokens: Sequence[ScoredToken]) -> Json | None:
+    def _log_probs(self, scores: Sequence[Scored]) -> Json | None:
         """The log-probabilities of tokens, when they were asked for."""
         if not self._body.wants_log_probs:
             return None
+        entries = [entry for _, entry in scores]
         if self._is_chat:
-            content = [
-                _entry(token.spelling, token.log_prob) | {"top_logprobs": [_entry(*best) for best in token.top]}
-                for token in tokens
-            ]
-            return {"content": content, "refusal": None}
-        tops = [{_printed(best): value for best, value in reversed(token.top)} for token in tokens]
+            return {"content": entries, "refusal": None}
+        tops = [{best["token"]: best["logprob"] for best in reversed(entry["top_logprobs"])} for entry in entries]
         return {
-            "tokens": [_printed(token.spelling) for token in tokens],
-            "token_logprobs": [token.log_prob for token in tokens],
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [top or None for top in tops],
-            "text_offset": [token.offset for token in tokens],
+            "text_offset": [offset for offset, _ in scores],
         }
 
     def _usage(self, answers: Sequence[Completion]) -> Json:
         """OpenAI's count of tokens, in which a prompt counts once for all of its choices."""
         prompts = answers[:: self._body.n]
-        prompt = sum(answer.prompt_tokens for answer in prompts)
-        new = 0 if self._only_prompt else sum(answer.new_tokens for answer in answers)
+        kinds = ("accepted_prediction_tokens", "rejected_prediction_tokens")
         return {
-            **_count(prompt, new),
-            "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
-                "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
-            },
+            **_count(sum(each.prompt_tokens for each in prompts), sum(answer.new_tokens for answer in answers)),
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+            "completion_tokens_details": {kind: sum(getattr(each, kind) for each in answers) for kind in kinds},
         }
 
     def _coppice(self, answers: Sequence[Completion]) -> Json:
@@ -451,18 +418,6 @@ class HttpAnswer:
 
 def _count(prompt: int, new: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _entry(spelling: bytes, log_prob: float | None) -> Json:
-    return {"token": _printed(spelling), "logprob": log_prob, "bytes": list(spelling)}
-
-
-def _printed(spelling: bytes) -> str:
-    """A token as text. One that is no whole characters is spelled out, and so differs from others."""
-    try:
-        return spelling.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:

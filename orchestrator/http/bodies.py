@@ -58,12 +58,12 @@ class Object(BaseModel):
             return fields
         if len(fields) > _MOST_FIELDS:
             raise InvalidField("body", f"an object has {_MOST_FIELDS} fields at most")
-        return {name: value for name, value in fields.items() if not cls._asks_for_nothing(name, value)}
-
-    @classmethod
-    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
-        neutral = () if name in cls.model_fields else cls.NEUTRAL.get(name, ())
-        return value is None or neutral is None or value in neutral
+        neutral = {name: () if name in cls.model_fields else cls.NEUTRAL.get(name, ()) for name in fields}
+        return {
+            name: value
+            for name, value in fields.items()
+            if not (value is None or (values := neutral[name]) is None or value in values)
+        }
 
 
 class StreamOptions(Object):
@@ -304,12 +304,21 @@ class CompletionBody(Sampled):
         return self._requests(prompts, most, top_log_probs=self.logprobs or 0, want_prompt_log_probs=scores_prompt)
 
 
+def _as_object(arguments: str | Json) -> Any:
+    """Arguments as templates know them: an object, where they are one."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return arguments
+
+
 class CalledFunction(Object):
     """The function that an assistant called."""
 
     NEUTRAL = {"parsed_arguments": None}
     name: Text
-    arguments: Annotated[Text | Json, Field(description="a JSON object, as text or as itself")] = ""
+    arguments: Annotated[
+        Text | Json, AfterValidator(_as_object), Field(description="a JSON object, as text or as itself")
+    ] = {}
 
 
 class ToolCall(Object):
@@ -319,15 +328,6 @@ class ToolCall(Object):
     id: Text = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @property
-    def plain(self) -> Json:
-        """The call as templates know it: with its arguments as an object, where they are one."""
-        arguments = self.function.arguments or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(Object):
@@ -356,7 +356,7 @@ class Message(Object):
     def plain(self) -> ChatMessage:
         """The message as templates know it. Raises InvalidField."""
         role = "system" if self.role == "developer" else self.role
-        calls = to_json("messages", [call.plain for call in self.tool_calls]) if self.tool_calls else ""
+        calls = to_json("messages", [call.model_dump() for call in self.tool_calls]) if self.tool_calls else ""
         reasoning = self.reasoning_content or self.reasoning
         return ChatMessage(role, joined(self.content or ""), reasoning, self.name, calls, self.tool_call_id)
 
@@ -372,11 +372,6 @@ class Function(Object):
     description: Text = ""
     parameters: Annotated[Json, Field(description="a JSON schema of an object")] = {}
 
-    @property
-    def definition(self) -> Json:
-        """The fields that the request has of it."""
-        return {name: getattr(self, name) for name in Function.model_fields if name in self.model_fields_set}
-
 
 class Tool(Object):
     """A tool that the model may use."""
@@ -384,11 +379,6 @@ class Tool(Object):
     NEUTRAL = {"cache_control": None}
     type: Literal["function"]
     function: Function
-
-    @property
-    def plain(self) -> Json:
-        """The tool as templates know it."""
-        return {"type": self.type, "function": self.function.definition}
 
 
 class Rendered(Body):
@@ -404,7 +394,8 @@ class Rendered(Body):
         """What the template is given beside the messages, as JSON; "" for what it always is. Raises InvalidField."""
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidField("continue_final_message", "needs an add_generation_prompt of false")
-        arguments: Json = {"tools": [tool.plain for tool in self.tools]} if self.tools else {}
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        arguments: Json = {"tools": tools} if tools else {}
         arguments |= {} if self.add_generation_prompt else {"add_generation_prompt": False}
         arguments |= {"continue_final_message": True} if self.continue_final_message else {}
         own = self.chat_template_kwargs

@@ -7,18 +7,19 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
-from coppice.wire.generation import GenerationRequest, Started
+from coppice.wire.generation import Started
 
 from ..service import GenerationServicer
 from .answers import AnswerChoice, Events
 from .bodies import Body, ChatBody, Function, List, Neutral, Object, Text, joined
-from .tools import AnswerParser, Json
+from .tools import Json
 
 
 class ItemPart(Object):
@@ -126,7 +127,10 @@ class ResponsesBody(Body):
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        tools = [{"type": "function", "function": tool.definition} for tool in self.tools]
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
+            for tool in self.tools
+        ]
         shared = {
             name: getattr(self, name) for name in ("temperature", "top_p", "parallel_tool_calls", "policy", "budget")
         }
@@ -144,12 +148,11 @@ _KINDS = {"content": ("message", "msg", "output_text"), "reasoning_content": ("r
 class ResponsesAnswer:
     """The answer to a body: its events, the last of which holds all of it."""
 
-    def __init__(
-        self, service: GenerationServicer, body: ResponsesBody, request: GenerationRequest, parser: AnswerParser | None
-    ) -> None:
-        self._choice = AnswerChoice("", service.token_bytes, request, parser=parser)
+    def __init__(self, service: GenerationServicer, body: ResponsesBody, choice: AnswerChoice) -> None:
+        """choice: the only one of the body's chat."""
+        self._choice = choice
         self._items: list[Json] = []
-        self._count = 0  # events
+        self._told, self._numbers = deque[Json](), itertools.count()  # events that are to be sent
         self._reasoning_tokens = 0  # of events that have some reasoning
         echoed = ("max_output_tokens", "temperature", "top_p", "tool_choice", "parallel_tool_calls")
         self._head = {
@@ -157,7 +160,7 @@ class ResponsesAnswer:
             "object": "response",
             "created_at": int(time.time()),
             "model": service.target.names[0],
-            "tools": [{"type": "function", "strict": False, **tool.definition} for tool in body.tools],
+            "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools],
             "text": {"format": body.text.format or {"type": "text"}},
             "error": None,
             "instructions": body.instructions or None,
@@ -168,38 +171,40 @@ class ResponsesAnswer:
         """The events of the answer."""
         async with contextlib.aclosing(events):
             async for _, event in events:
-                self._choice.add(event)
+                self._choice.take(event)
                 if isinstance(event, Started):
-                    yield self._event("created", response=self._response("in_progress"))
+                    self._tell("created", response=self._response("in_progress"))
                 deltas = self._choice.deltas(event)
                 if any("reasoning_content" in delta for delta in deltas):
                     self._reasoning_tokens += len(getattr(event, "ids", ()))
-                for item_event in itertools.chain.from_iterable(map(self._take, deltas)):
-                    yield item_event
-        reason = self._choice.accumulator.completion().finish_reason
+                for delta in deltas:
+                    self._take(delta)
+                while self._told:
+                    yield self._told.popleft()
+        reason = self._choice.completion().finish_reason
         status = "incomplete" if reason == "length" else "completed"
-        for item_event in [*([] if self._items else self._begin("content")), *self._end(status)]:
-            yield item_event
-        yield self._event(status, response=self._response(status))
+        if not self._items:
+            self._begin("content")
+        self._end(status)
+        self._tell(status, response=self._response(status))
+        for last in self._told:
+            yield last
 
     async def whole(self, events: Events) -> Json:
         """The whole answer."""
-        last: Json = {}
-        async for event in self.parts(events):
-            last = event
+        *_, last = [event async for event in self.parts(events)]
         response: Json = last["response"]
         return response
 
-    def _event(self, name: str, /, **fields: Any) -> Json:
-        self._count += 1
-        return {"type": f"response.{name}", "sequence_number": self._count - 1, **fields}
+    def _tell(self, name: str, /, **fields: Any) -> None:
+        self._told.append({"type": f"response.{name}", "sequence_number": next(self._numbers), **fields})
 
-    def _about(self, name: str, /, **fields: Any) -> Json:
+    def _tell_of_item(self, name: str, /, **fields: Any) -> None:
         """An event about the last item."""
-        return self._event(name, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+        self._tell(name, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _response(self, status: str) -> Json:
-        answer = self._choice.accumulator.completion()
+        answer = self._choice.completion()
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},  # none is billed
@@ -211,52 +216,49 @@ class ResponsesAnswer:
         fields = {"status": status, "output": list(self._items), "incomplete_details": cut}
         return {**self._head, **fields, "usage": None if status == "in_progress" else usage}
 
-    def _take(self, delta: Json) -> Iterator[Json]:
-        """The events of a chat's delta."""
+    def _take(self, delta: Json) -> None:
+        """Tell of a chat's delta."""
         ((kind, value),) = delta.items()
         if kind == "tool_calls":
             (call,) = value
             if "id" in call:
-                yield from self._begin(kind, call_id=call["id"], name=call["function"]["name"], arguments="")
+                self._begin(kind, call_id=call["id"], name=call["function"]["name"], arguments="")
             elif text := call["function"]["arguments"]:
                 self._items[-1]["arguments"] += text
-                yield self._about("function_call_arguments.delta", delta=text)
+                self._tell_of_item("function_call_arguments.delta", delta=text)
             return
         if not self._items or self._items[-1]["type"] != _KINDS[kind][0]:
-            yield from self._begin(kind)
+            self._begin(kind)
         self._items[-1]["content"][0]["text"] += value
         more: Json = {"logprobs": []} if kind == "content" else {}
-        yield self._about(f"{_KINDS[kind][2]}.delta", content_index=0, delta=value, **more)
+        self._tell_of_item(f"{_KINDS[kind][2]}.delta", content_index=0, delta=value, **more)
 
-    def _begin(self, kind: str, **fields: Any) -> Iterator[Json]:
+    def _begin(self, kind: str, **fields: Any) -> None:
         """End the last item and begin one."""
-        yield from self._end()
+        self._end()
         kind_of_item, prefix, part_type = _KINDS.get(kind, ("function_call", "fc", ""))
         item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind_of_item, "status": "in_progress", **fields}
         if part_type:
-            own: Json = {"role": "assistant"} if kind == "content" else {"summary": []}
-            item |= own
-            item["content"] = []
+            item |= {"role": "assistant", "content": []} if kind == "content" else {"summary": [], "content": []}
         self._items.append(item)
-        yield self._event("output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        self._tell("output_item.added", output_index=len(self._items) - 1, item=dict(item))
         if part_type:
             part: Json = {"type": part_type, "text": ""}
             part |= {"annotations": [], "logprobs": []} if kind == "content" else {}
             self._items[-1] = {**item, "content": [part]}
-            yield self._about("content_part.added", content_index=0, part=dict(part))
+            self._tell_of_item("content_part.added", content_index=0, part=dict(part))
 
-    def _end(self, status: str = "completed") -> Iterator[Json]:
+    def _end(self, status: str = "completed") -> None:
         """End the last item. A call is complete in any case."""
         if not self._items:
             return
         item = self._items[-1]
+        item["status"] = status if "content" in item else "completed"
         if "content" in item:
-            item["status"] = status
             (part,) = item["content"]
             more: Json = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._about(f"{part['type']}.done", content_index=0, text=part["text"], **more)
-            yield self._about("content_part.done", content_index=0, part=part)
+            self._tell_of_item(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            self._tell_of_item("content_part.done", content_index=0, part=part)
         else:
-            item["status"] = "completed"
-            yield self._about("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
-        yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+            self._tell_of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        self._tell("output_item.done", output_index=len(self._items) - 1, item=item)

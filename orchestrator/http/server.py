@@ -16,6 +16,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,16 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import coppice
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings
-from coppice.errors import (
-    Cancelled,
-    CoppiceError,
-    DeadlineExceeded,
-    InvalidField,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    Unavailable,
-)
+from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.limits import MAX_CONTEXT, NEW_TOKENS, REQUEST_BYTES, Limits, check_count, check_ids
 from coppice.rpc import tracing
 from coppice.rpc.access import Access, Certificates, is_loopback
@@ -99,15 +91,12 @@ def make_app(api: Api, page: bool = False) -> FastAPI:
     for method, path, endpoint in api.routes(page):
         app.add_api_route(path, endpoint, methods=[method])
     for path, file in FILES.items() if page else ():
-        app.get(path, include_in_schema=False)(_serving(file))
+        app.add_route(path, partial(_serve, file), include_in_schema=False)
     return app
 
 
-def _serving(file: Path) -> Callable[..., Any]:
-    async def serve() -> Response:
-        return FileResponse(file, headers=HEADERS)
-
-    return serve
+async def _serve(file: Path, request: Request) -> Response:
+    return FileResponse(file, headers=HEADERS)
 
 
 class Api:
@@ -119,15 +108,15 @@ class Api:
         target = service.target
         about = {"object": "model", "created": int(time.time()), "owned_by": "coppice"}
         self._models = {name: {"id": name, **about, "max_model_len": target.max_len} for name in target.names}
-        self._running = set[asyncio.Task[Any] | None]()
+        self._running = set[asyncio.Timeout]()
         self._is_cut = False
 
     def cut(self) -> None:
         """End every answer under way: its client is told that the server stops."""
         self._is_cut = True
-        for task in self._running:
-            if task is not None:
-                task.cancel()
+        for call in self._running:
+            if not call.expired():
+                call.reschedule(0)
 
     def routes(self, page: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         """Method, path and endpoint of OpenAI's API, of what probes and engines have beside it, and of the page's."""
@@ -186,60 +175,46 @@ class Api:
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation of items, whole or as server-sent events."""
-        self._check_model(body.model)
-        with naming_fields_of(body):
-            chat = body.chat
-            choices = chat.requests(self._service.settings.limits.max_new_tokens, self._chat)
-            answer = ResponsesAnswer(self._service, body, choices[0], chat.parser(self._chat, choices[0]))
-            return await self._send(request, choices, answer, body.stream, chat.limit)
+        return await self._answer(body, request)
 
-    async def _answer(self, body: CompletionBody | ChatBody, request: Request) -> Response:
+    async def _answer(self, body: CompletionBody | ChatBody | ResponsesBody, request: Request) -> Response:
         """Answer all choices of a body. An error before the first part is a status."""
         self._check_model(body.model)
-        with naming_fields_of(body):
-            choices = body.requests(self._service.settings.limits.max_new_tokens, self._chat)
-            check_log_probs(choices, self._service.target.max_len, NEW_TOKENS)
-            answer = HttpAnswer(self._service, body, choices, self._chat)
-            return await self._send(request, choices, answer, body.stream, body.limit)
-
-    async def _send(
-        self,
-        request: Request,
-        choices: Sequence[GenerationRequest],
-        answer: HttpAnswer | ResponsesAnswer,
-        stream: bool,
-        limit: int,
-    ) -> Response:
-        """Decode choices and send their answer. limit: the new tokens that were asked for."""
         limits = self._service.settings.limits
-        headers = {MAX_TOKENS_HEADER: str(limits.max_new_tokens)} if limit > limits.max_new_tokens else {}
-        events = self._events(choices, request)
-        if stream:
-            return await streamed(request, answer.parts(events), limits.idle_s, headers)
-        return JSONResponse(await unless_gone(request, answer.whole(events)), headers=headers)
+        with naming_fields_of(body):
+            asked = body.chat if isinstance(body, ResponsesBody) else body
+            choices = asked.requests(limits.max_new_tokens, self._chat)
+            check_log_probs(choices, self._service.target.max_len, NEW_TOKENS)
+            answer: HttpAnswer | ResponsesAnswer
+            answer = of_chat = HttpAnswer(self._service, asked, choices, self._chat)
+            if isinstance(body, ResponsesBody):
+                answer = ResponsesAnswer(self._service, body, of_chat.choices[0])
+            headers = {MAX_TOKENS_HEADER: str(limits.max_new_tokens)} if asked.limit > limits.max_new_tokens else {}
+            events = self._events(choices, request)
+            if body.stream:
+                return await streamed(request, answer.parts(events), limits.idle_s, headers)
+            return JSONResponse(await unless_gone(request, answer.whole(events)), headers=headers)
 
     def _events(self, requests: Sequence[GenerationRequest], request: Request) -> Events:
         """The events of a request's choices as they come; when one fails, all end. Raises CoppiceError."""
-        place = self._place(len(requests) - 1, request.headers)
-        return self._service.answers(list(map(request_to_wire, requests)), place)
+        return self._service.answers(list(map(request_to_wire, requests)), self._place(len(requests) - 1, request))
 
     @contextlib.asynccontextmanager
-    async def _place(self, others: int, headers: Mapping[str, str]) -> AsyncIterator[None]:
+    async def _place(self, others: int, request: Request) -> AsyncIterator[None]:
         """Hold a place for each other choice; the first has the door's. Raises CoppiceError, also when it is cut."""
-        call_s, task = self._service.settings.limits.call_s, asyncio.current_task()
-        late = DeadlineExceeded(f"a call ends after {call_s:g} s")
-        self._running.add(task)
+        call_s = self._service.settings.limits.call_s
         try:
-            async with within(call_s, late), contextlib.AsyncExitStack() as places:
+            async with asyncio.timeout(call_s) as call, contextlib.AsyncExitStack() as places:
+                places.callback(self._running.discard, call)
+                self._running.add(call)
                 for _ in range(others):
-                    await places.enter_async_context(self._access.client(headers.items(), counted=True))
+                    await places.enter_async_context(self._access.client(request.headers.items(), counted=True))
                 yield
-        except asyncio.CancelledError:
-            if self._is_cut:
-                raise Unavailable("the server is stopping") from None
-            raise
-        finally:
-            self._running.discard(task)
+        except TimeoutError:
+            if not call.expired():
+                raise
+            late = DeadlineExceeded(f"a call ends after {call_s:g} s")
+            raise (Unavailable("the server is stopping") if self._is_cut else late) from None
 
     async def tokenize(self, body: TokenizeBody) -> Json:
         """Return the tokens of a prompt or of messages, and their count."""
@@ -279,8 +254,8 @@ class Api:
             choice, *others = body.requests(self._service.settings.limits.max_new_tokens, self._chat)
             if others:
                 raise InvalidField("n", "a trace is of one answer to one prompt")
-            events = self._events([dataclasses.replace(choice, **options)], request)
-            return await streamed(request, _traced(events), self._service.settings.limits.idle_s)
+            parts = _traced(self._events([dataclasses.replace(choice, **options)], request))
+            return await streamed(request, parts, self._service.settings.limits.idle_s)
 
     def _check_model(self, name: str) -> None:
         """Raise NotFound unless a body names the served model, or none."""
@@ -303,12 +278,7 @@ OPEN = PROBES | {"/ready", "/docs", "/openapi.json", *FILES}  # Paths that need 
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?", re.IGNORECASE)  # hosts that no name points to
 _BODY_S, _BODY_BYTES_S = 10, 64 << 10  # for a whole body, and one second more for each so many bytes of it
 _MOST_STRINGS = 4 * MAX_PARTS  # names of fields among them
-GENERATES = frozenset(
-    {
-        "/v1/responses",
-        *(f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")),
-    }
-)
+_GENERATES = ("/completions", "/responses")  # how the paths end that are answered with new tokens
 
 
 class HttpDoor:
@@ -323,8 +293,6 @@ class HttpDoor:
         self._calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         begun = False
         headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
 
@@ -361,7 +329,7 @@ class HttpDoor:
         self._calls += 1
         # An answer has call_s, and its reader then has idle_s to read it.
         longest_s = self._limits.call_s + self._limits.idle_s
-        generates, late = path in GENERATES, DeadlineExceeded(f"a call ends after {longest_s:g} s")
+        generates, late = path.endswith(_GENERATES), DeadlineExceeded(f"a call ends after {longest_s:g} s")
         try:
             async with within(longest_s, late), self._access.client(headers, counted=posts):
                 if generates:
@@ -373,15 +341,15 @@ class HttpDoor:
 
 
 def check_origin(headers: Mapping[str, str], hosts: Sequence[str]) -> None:
-    """Raise PermissionDenied for what a page of another site asks, also one that had its name point to this machine.
+    """Raise HTTPException for what a page of another site asks, also one that had its name point to this machine.
 
     hosts: names by which this server is asked, besides addresses and localhost.
     """
     host, origin = headers.get("host", "localhost"), headers.get("origin")
     if not _LOCAL.fullmatch(host) and host.partition(":")[0] not in hosts:
-        raise PermissionDenied(f"the host {host!r} is not served here; orchestrator.hosts names what is")
+        raise HTTPException(403, f"the host {host!r} is not served here; orchestrator.hosts names what is")
     if origin is not None and (site := origin.partition("//")[2]) != host and site.partition(":")[0] not in hosts:
-        raise PermissionDenied(f"pages of {origin!r} are not served here; orchestrator.hosts names what is")
+        raise HTTPException(403, f"pages of {origin!r} are not served here; orchestrator.hosts names what is")
 
 
 async def _read(receive: Receive, limits: Limits) -> Message:
@@ -524,14 +492,13 @@ def _following(tls: TlsSettings) -> ssl.SSLContext:
 
     Raises InvalidField naming the setting whose file is missing or unusable.
     """
-    used = Certificates.of_server(tls)
-    current = first = _context(tls)
+    used, current = Certificates.of_server(tls), _context(tls)
+    first = current
 
     def follow(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         nonlocal used, current
-        now = used.renewed(tls)
-        if now is not used:
-            current, used = _context(tls), now
+        if (now := used.renewed(tls)) is not used:
+            used, current = now, _context(tls)
         connection.context = current
 
     first.sni_callback = follow

@@ -21,13 +21,14 @@ from coppice.wire.common import Grammar
 from ..text import overlap
 
 Json = dict[str, Any]
+Kind = Literal["content", "reasoning_content"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some text of an answer, under the name that it has in OpenAI's messages."""
 
-    kind: Literal["content", "reasoning_content"]
+    kind: Kind
     text: str
 
 
@@ -91,28 +92,17 @@ def _read_python(body: str) -> list[Call]:
             raise TypeError("is no call with named arguments")
         arguments: Json = {}
         for keyword in node.keywords:
-            value = _literal(keyword.value)
+            value = ast.literal_eval(_Constants().visit(keyword.value))
             arguments |= {keyword.arg: value} if keyword.arg else value
         calls.append(_call(ast.unparse(node.func), arguments))
     return calls
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression of constants, JSON's among them."""
-    match node:
-        case ast.Name(id=name) if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_literal(key): _literal(value) for key, value in zip(keys, values, strict=True)}
-        case ast.expr():
-            return ast.literal_eval(node)
-    raise TypeError("is no constant")
+class _Constants(ast.NodeTransformer):
+    """Takes JSON's constants for Python's."""
 
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 @dataclass(frozen=True)
@@ -154,8 +144,11 @@ class ToolFormat:
         special: ids of the tokens that no text spells, by their names. Raises InvalidField.
         """
 
+        def symbol(text: str) -> str:
+            return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
+
         def spelled(*texts: str) -> str:
-            return " ".join(f"<[{special[text]}]>" if text in special else _quoted(text) for text in texts if text)
+            return " ".join(map(symbol, filter(None, texts)))
 
         def repeated(rule: str) -> str:
             more = several and self.between is not None
@@ -249,6 +242,7 @@ class AnswerParser:
         """reasoning: the tags around it. names: of the tools that an answer without tags can call."""
         self._reasoning, self._tools, self._names = reasoning, tools, names
         self._state: Callable[[list[Part | Call], bool], bool] = self._in_front
+        self._kind: Kind = "content"  # of the text that is read
         self._held = ""
         self._opened = ""  # the tag in front of the call that is read, and white space in front of that
         self._drops_space = False
@@ -256,7 +250,7 @@ class AnswerParser:
     def begin(self, prompt: str) -> None:
         """Take in how the prompt ends: a template may have opened the reasoning there."""
         if self._reasoning and prompt.rstrip().endswith(self._reasoning[0]):
-            self._state, self._drops_space = self._in_reasoning, True
+            self._state, self._kind, self._drops_space = self._in_text, "reasoning_content", True
 
     def push(self, text: str, ended: bool = False) -> list[Part | Call]:
         """Take more text; returns the parts that are certain by now. ended: this is the last text."""
@@ -275,7 +269,7 @@ class AnswerParser:
             tags.append(self._reasoning[0])
             if text.startswith(self._reasoning[0]):
                 self._held = text.removeprefix(self._reasoning[0])
-                self._state, self._drops_space = self._in_reasoning, True
+                self._state, self._kind, self._drops_space = self._in_text, "reasoning_content", True
                 return True
         if self._tools and not self._tools.opens:
             tags.append((self._tools.begins + self._tools.call[0])[0])
@@ -283,32 +277,29 @@ class AnswerParser:
                 self._state = self._in_call
                 return True
         if ended or (text and not any(tag.startswith(text) for tag in tags)):
-            self._state = self._in_content
+            self._state, self._kind = self._in_text, "content"
             return True
         return False
 
-    def _in_content(self, parts: list[Part | Call], ended: bool) -> bool:
-        tag = self._tools.opens if self._tools else ""
-        if tag and (at := self._held.find(tag)) >= 0:
-            text = self._held[:at].rstrip()
-            behind = at + len(tag)
-            self._add(parts, "content", text)
-            self._opened, self._held = self._held[len(text) : behind], self._held[behind:]
-            self._state = self._in_call
-            return True
-        self._add(parts, "content", self._take(tag, ended))
-        return False
-
-    def _in_reasoning(self, parts: list[Part | Call], ended: bool) -> bool:
-        assert self._reasoning
-        tag = self._reasoning[1]
-        if (at := self._held.find(tag)) >= 0:
-            self._add(parts, "reasoning_content", self._held[:at].rstrip())
-            self._held = self._held[at + len(tag) :]
+    def _in_text(self, parts: list[Part | Call], ended: bool) -> bool:
+        """In content, up to the tag of a call, or in reasoning, up to its end."""
+        thinks = self._kind == "reasoning_content" and self._reasoning
+        tag = thinks[1] if thinks else self._tools.opens if self._tools else ""
+        at, text = self._held.find(tag) if tag else -1, self._held
+        if at >= 0:
+            text = text[:at].rstrip()
+        elif tag and not ended:  # a tag, or white space in front of it, may begin at the end
+            text = text[: len(text) - overlap(text, [tag])].rstrip()
+        self._add(parts, text)
+        behind = len(text) if at < 0 else at + len(tag)
+        between, self._held = self._held[len(text) : behind], self._held[behind:]
+        if at < 0:
+            return False
+        if thinks:
             self._state, self._drops_space = self._in_front, True
-            return True
-        self._add(parts, "reasoning_content", self._take(tag, ended))
-        return False
+        else:
+            self._state, self._opened = self._in_call, between
+        return True
 
     def _in_call(self, parts: list[Part | Call], ended: bool) -> bool:
         assert self._tools
@@ -321,22 +312,14 @@ class AnswerParser:
             parts += calls
             self._state, self._drops_space = self._in_front, True
         else:
-            self._add(parts, "content", self._opened + body + closed)
-            self._state = self._in_content
+            self._state, self._kind = self._in_text, "content"
+            self._add(parts, self._opened + body + closed)
         self._held, self._opened = rest, ""
         return True
 
-    def _take(self, tag: str, ended: bool) -> str:
-        """Take the held text up to where the tag, or white space in front of it, may begin."""
-        text = self._held
-        if tag and not ended:
-            text = text[: len(text) - overlap(text, [tag])].rstrip()
-        self._held = self._held[len(text) :]
-        return text
-
-    def _add(self, parts: list[Part | Call], kind: Literal["content", "reasoning_content"], text: str) -> None:
+    def _add(self, parts: list[Part | Call], text: str) -> None:
         if self._drops_space:
             text = text.lstrip()
         if text:
             self._drops_space = False
-            parts.append(Part(kind, text))
+            parts.append(Part(self._kind, text))
