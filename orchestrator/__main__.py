@@ -3,14 +3,13 @@
 import asyncio
 import sys
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 from coppice.adaptation.signals import Producer
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Directory, directory, drafter_pools
+from coppice.rpc.directory import directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.v1 import generation_pb2
 from coppice.wire.drafter import vocabulary_hash
@@ -23,18 +22,6 @@ from .text import TextCodec
 from .tokens import Tokens
 
 
-async def _follow(pool: Pool[Any], where: Directory) -> None:
-    """Keep a pool as its directory says, and look at its replicas, until cancelled."""
-    async with asyncio.TaskGroup() as group:
-
-        def changed(addresses: tuple[str, ...]) -> None:
-            pool.update(addresses)
-            group.create_task(pool.look_at_all())  # until then nobody knows which features a head reads
-
-        group.create_task(where.run(changed))
-        group.create_task(pool.watch())
-
-
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     options = settings.orchestrator
@@ -42,9 +29,10 @@ async def serve(settings: Settings) -> int:
     verifiers_at = directory(options.verifiers, "verifier", "", settings.directory.redis, "orchestrator.verifiers")
     heads_at = drafter_pools(options.heads, settings.directory.redis, "orchestrator.heads")
     dialer = Dialer(settings.tls)
-    codec = TextCodec.find(options.target)
+    has_tokenizer = options.target and (Path(options.target) / "tokenizer.json").is_file()  # else only ids work
+    codec = TextCodec(Path(options.target)) if has_tokenizer else None
     verifiers = TargetPool(verifiers_at.addresses, dialer, options.failover_s, settings.limits.call_s)
-    following = [asyncio.create_task(_follow(verifiers, verifiers_at))]
+    following = [asyncio.create_task(verifiers.follow(verifiers_at))]
     target = await verifiers.first_target()
     metrics = OrchestratorMetrics(target.names[0], target.dtype)
     vocabulary = vocabulary_hash(codec.tokenizer.get_vocab()) if codec else b""
@@ -52,7 +40,7 @@ async def serve(settings: Settings) -> int:
         name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size, vocabulary)
         for name, where in heads_at.items()
     }
-    following += [asyncio.create_task(_follow(heads[name], where)) for name, where in heads_at.items()]
+    following += [asyncio.create_task(heads[name].follow(where)) for name, where in heads_at.items()]
     failed = asyncio.Event()
     for task in following:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
@@ -70,10 +58,9 @@ async def serve(settings: Settings) -> int:
         if servicer.encoder is not None:
             await servicer.encoder.start()
             stopping.push_async_callback(servicer.encoder.stop)
-        pools: list[Pool[Any]] = [verifiers, *heads.values()]
+        pools: list[Pool] = [verifiers, *heads.values()]
         for pool in pools:  # scrapes read what is known anyway
-            fit = partial(lambda pool: sum(replica.fit for replica in pool.replicas), pool)
-            metrics.replicas_fit.labels(pool.name).set_function(fit)
+            metrics.replicas_fit.labels(pool.name).set_function(pool.num_fit)
         metrics.running.set_function(lambda: servicer.seats.used)
         metrics.waiting.set_function(lambda: servicer.seats.waiting)
         metrics.kv_usage.set_function(lambda: verifiers.kv_usage)

@@ -174,7 +174,9 @@ class Rates:
         if self.plain.count(self.load) < PLAIN_STEPS:
             self.arm = PLAIN
             return
-        new = [name for name in text.arms if name.startswith(SINGLE) and self._is_new(name)] if hint != 0 else []
+        new = [] if hint == 0 else [name for name in text.arms if name.startswith(SINGLE)]
+        # Those that were not played long enough, in greedy or in sampled texts as they are under way.
+        new = [name for name in new if any(self.rounds[each.keys[name]] < LEARN for each in self.texts)]
         if new:
             self.arm = self.arm if self.arm in new else new[0]
             return
@@ -192,10 +194,6 @@ class Rates:
                 self.arm, self._trying = name, RUN - 1
                 self._allowance_s -= loss_s
                 return
-
-    def _is_new(self, name: str) -> bool:
-        """Whether an arm was not played long enough, in greedy or in sampled texts as they are under way."""
-        return any(self.rounds[text.keys[name]] < LEARN for text in self.texts)
 
     def rates(self, name: str) -> tuple[float, float]:
         """Tokens a second of an arm in a mean text of those under way, and if it gains one standard deviation more."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import grpc
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from coppice.adaptation.signals import QueryRecord
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_FEATURE_LAYERS, MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.rpc.channels import Dialer, Stub
+from coppice.rpc.channels import Dialer
 from coppice.rpc.link import LinkedCall
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
@@ -203,20 +204,13 @@ class AcceptanceWatch:
         return float(np.logaddexp.reduce(self._bets - depths * math.log(2) - math.log(len(_SHARES)), axis=None))
 
 
-class DrafterReplica(Replica):
-    """One drafter process."""
+class HeadPool(Pool):
+    """The replicas of one head, what its confidences are worth, and how long it takes to draft.
 
-    def __init__(self, address: str, dialer: Dialer) -> None:
-        super().__init__(address, dialer)
-        self.stub = Stub(self.channel, drafter_pb2)
-        self.watch = AcceptanceWatch(())
-        """whether it drafts as it was trained to, or of one that nobody measured whether it is of any use"""
+    The first that answers says which features the head reads; one that reads others is unfit.
+    """
 
-
-class HeadPool(Pool[DrafterReplica]):
-    """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
-
-    replica = DrafterReplica
+    service = drafter_pb2
 
     def __init__(
         self,
@@ -231,25 +225,26 @@ class HeadPool(Pool[DrafterReplica]):
         """layers, vocab_size and the hash of its tokenizer: of the target; 0, or without a hash: any will do."""
         self.metrics, self._layers, self._vocab_size, self._vocabulary = metrics, layers, vocab_size, vocabulary
         self.calibration = Calibration()
+        self.watches = WeakKeyDictionary[Replica, AcceptanceWatch]()
+        """whether each drafts as it was trained to, or of one that nobody measured whether it is of any use"""
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
         self.kind = ""  # of head; empty until a replica has said so
         self.draft_s: deque[float] = deque(maxlen=64)  # how long the latest drafts took
         super().__init__(name, addresses, replace(dialer, head=name))
         suspects = metrics.suspect.labels(name)
-        suspects.set_function(lambda: sum(replica.watch.suspect for replica in self.replicas))
+        suspects.set_function(lambda: sum(self.watches[each].suspect for each in self.replicas if each in self.watches))
 
-    async def describe(self, replica: DrafterReplica) -> str:
-        """The first that answers says which features the head reads; one that reads others is never used."""
+    async def describe(self, replica: Replica) -> str:
         head = drafter.read_head(await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=PROBE_S))
         misfit = self._misfit(head)
         if misfit and misfit != replica.unfit:
             self.metrics.unfit.labels(self.name).inc()
         self.kind = self.kind or head.kind
         # The watch begins anew where more or less is expected, or older weights say that the process is a new one.
-        expected = head.expected_acceptance or ((USELESS,) if head.vocab_size else ())
-        if expected != replica.watch.expected or head.weights_version < replica.watch.version:
-            replica.watch = AcceptanceWatch(expected)
+        expected, watch = head.expected_acceptance or ((USELESS,) if head.vocab_size else ()), self.watches.get(replica)
+        if watch is None or expected != watch.expected or head.weights_version < watch.version:
+            self.watches[replica] = AcceptanceWatch(expected)
         return misfit
 
     def _misfit(self, head: HeadDescription) -> str:
@@ -264,19 +259,18 @@ class HeadPool(Pool[DrafterReplica]):
         self.feature_layers = layers if self.feature_layers is None else self.feature_layers
         return "" if layers == self.feature_layers else f"it reads features of {layers}"
 
-    def judge(self, replica: DrafterReplica, path: Sequence[bool], version: int) -> None:
+    def judge(self, replica: Replica, path: Sequence[bool], version: int) -> None:
         """Learn from a draft's `best_path` whether a replica drafts as it was trained to; log once that it does not."""
-        watch = replica.watch
-        if not watch.observe(path, version):
-            return
-        log.error(
-            "head drafts far below what is expected of it",
-            head=self.name,
-            replica=replica.address,
-            expected=[round(share, 3) for share in watch.expected],
-            measured=[f"{hits}/{trials}" for hits, trials in zip(watch.hits, watch.trials, strict=True)],
-            weights_version=version,
-        )
+        watch = self.watches.get(replica)
+        if watch is not None and watch.expected and watch.observe(path, version):
+            log.error(
+                "head drafts far below what is expected of it",
+                head=self.name,
+                replica=replica.address,
+                expected=[round(share, 3) for share in watch.expected],
+                measured=[f"{hits}/{trials}" for hits, trials in zip(watch.hits, watch.trials, strict=True)],
+                weights_version=version,
+            )
 
     @property
     def deadline_s(self) -> float:
@@ -301,7 +295,7 @@ class Draft:
 
     step: int = 0
     answer: asyncio.Future[None] | None = None  # done when the tree is complete, or is not waited for any more
-    replica: DrafterReplica | None = None  # the one that was asked
+    replica: Replica | None = None  # the one that was asked
     asked_at: float = field(default_factory=time.perf_counter)
     tree: DraftTree = field(default_factory=DraftTree.empty)  # as the head sent it
     scored: DraftTree = field(default_factory=DraftTree.empty)  # the same nodes with calibrated log-probs
@@ -354,7 +348,7 @@ class HeadSession:
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
         self.window: Features | None = None  # of the verifier's session that the drafter can follow
         self._followed = ""  # the verifier's session that the drafter follows
-        self._replica: DrafterReplica | None = None  # to which there is a stream
+        self._replica: Replica | None = None  # to which there is a stream
         self._call: LinkedCall | None = None
         self._listening: asyncio.Task[None] | None = None
         self._sent = 0  # committed ids that the drafter knows of
@@ -363,7 +357,7 @@ class HeadSession:
         self._opened = False
         self._waited_to_open = False
         self._misses = 0.0
-        self._refused: dict[DrafterReplica, float] = {}  # until when those that refused the text are not asked again
+        self._refused: dict[Replica, float] = {}  # until when those that refused the text are not asked again
 
     def open(self, ids: list[int]) -> None:
         """Start a stream on the committed ids unless there is one, no replica is fit, or features are missing."""
@@ -468,7 +462,7 @@ class HeadSession:
         """Learn what the head's confidences are worth, and whether it drafts as it was trained to, from the text."""
         found = offers(draft.tree, offered)
         self.pool.calibration.observe([(log_prob, right) for _, _, _, log_prob, _, right in found])
-        if draft.replica is not None and draft.replica.watch.expected and self._is_measured:
+        if draft.replica is not None and self._is_measured:
             self.pool.judge(draft.replica, best_path(found), draft.weights_version)
 
     def collect(self) -> Draft:
@@ -507,8 +501,7 @@ class HeadSession:
             sketch=self._sketch if len(self._choices) == 1 else (),
         )
 
-    def _refusing(self) -> list[DrafterReplica]:
-        """Replicas that this session is not to ask now."""
+    def _refusing(self) -> list[Replica]:
         now = time.monotonic()
         return [replica for replica, until in self._refused.items() if until > now]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import structlog
 
+from coppice.config.token_bytes import TokenBytes
 from coppice.errors import InvalidField
 from coppice.rpc.tracing import Facts, current
 from coppice.speculation.policy import NO_HEAD, UNION, Choice, Policy
@@ -127,22 +128,21 @@ class StepPolicy:
         """End the request, which may have failed or never begun."""
 
 
-Scored = tuple[int, float]  # a token and its raw log-probability
-
-
 class Output:
     """Turns committed tokens into chunks. They are sent by `flush`, as soon as the step's questions are out."""
 
     def __init__(
         self,
         request: GenerationRequest,
-        text: TextStream,
+        tokens: TokenBytes,
         stop_ids: frozenset[int],
         emit: Callable[[Chunk], None],
         interval: int = 1,
     ) -> None:
         """`emit` takes a chunk every `interval` steps. Raises InvalidField when the request resumes behind an end."""
-        self._request, self._text, self._stop_ids, self._emit = request, text, stop_ids, emit
+        self._request, self._stop_ids, self._emit = request, stop_ids, emit
+        special = request.keep_special_tokens
+        self._text = TextStream(tokens, request.stop, request.min_tokens, request.include_stop, special)
         self._left, self._interval = request.max_new_tokens, 1 if request.want_trees else interval
         self._chunks: list[Chunk] = []  # certain and not sent yet, one a step
         self.finish: FinishReason | None = None
@@ -165,18 +165,23 @@ class Output:
             self.finish = "stop"
         return text
 
-    def commit(self, accepted: Sequence[Scored], root: Scored | None, top: tuple[TopLogProbs, ...]) -> int:
-        """Take accepted drafts and next root, with the best ids in their places, to the text's end; how many."""
-        new = [*accepted, root] if root is not None else accepted
+    def commit(
+        self, tokens: Sequence[int], num_accepted: int, log_probs: Sequence[float], top: tuple[TopLogProbs, ...]
+    ) -> int:
+        """Take accepted drafts, then the next root unless the text has ended, up to the text's end; returns how many.
+
+        log_probs: raw ones of the tokens. top: the best ids in their places, if they are wanted.
+        """
         pieces: list[str] = []
-        for token, _ in new:
+        for token in tokens:
             pieces.append(self._push(token))
             if self.finish is not None:
                 break
         count = len(pieces)
-        log_probs = tuple([log_prob for _, log_prob in new[:count]]) if self._request.want_log_probs else ()
-        ids, origins = tuple([token for token, _ in new[:count]]), (*(Origin.DRAFT,) * len(accepted), Origin.ROOT)
-        self._chunks.append(Chunk("".join(pieces), ids, origins[:count], tuple(pieces), log_probs, None, top[:count]))
+        origins = ((Origin.DRAFT,) * num_accepted + (Origin.ROOT,))[:count]
+        scored = tuple(log_probs[:count]) if self._request.want_log_probs else ()
+        text = "".join(pieces)
+        self._chunks.append(Chunk(text, tuple(tokens[:count]), origins, tuple(pieces), scored, None, top[:count]))
         return count
 
     def flush(self, step: Step | None) -> None:
@@ -197,24 +202,19 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
     chosen, verdict, routed = step.choice.tree, step.verdict, step.choice.routed
     makers: dict[tuple[int, ...], tuple[int, int]] = {}  # of a path: the first forward that made it, its heads
     for head, draft in enumerate(step.drafts):
-        for path, forward in zip(paths(draft.tree), made_by(draft.tree, draft.deltas), strict=True):
+        forwards = [forward for forward, size in enumerate(draft.deltas, 1) for _ in range(size)]
+        if len(draft.deltas) < 2:  # of a tree that was sent at once one made a level
+            forwards = draft.tree.depths()[1:].tolist()
+        for path, forward in zip(paths(draft.tree), forwards, strict=True):
             first, owners = makers.get(path, (forward, 0))
             makers[path] = first, owners | 1 << head
 
     def picture(tree: DraftTree, head: int, right: Sequence[int]) -> StepTree:
         own = [makers.get(path, (1, 0)) for path in paths(tree)]  # no head made what a grammar forces
-        return StepTree(
-            root=step.root,
-            tokens=tuple(tree.tokens.tolist()),
-            parents=tuple(tree.parents.tolist()),
-            log_probs=tuple(tree.log_probs.tolist()),
-            forwards=tuple(forward for forward, _ in own),
-            pieces=tuple(piece(token) for token in tree.tokens.tolist()),
-            accepted=tuple(right),
-            root_piece=piece(step.root),
-            owners=tuple(owners for _, owners in own),
-            routed=head,
-        )
+        forwards, owners = (tuple(each) for each in zip(*own, strict=True)) if own else ((), ())
+        tokens, parents, log_probs = (tuple(each.tolist()) for each in (tree.tokens, tree.parents, tree.log_probs))
+        drafted = tokens, parents, log_probs, forwards, tuple(map(piece, tokens))
+        return StepTree(step.root, *drafted, tuple(right), piece(step.root), owners, routed=head)
 
     cut = sorted(set(range(1, len(chosen) + 1)).difference(step.verified.tolist()))
     verify_ns = step.transport_ns + verdict.timings.total_ns
@@ -224,13 +224,6 @@ def step_trees(step: Step, piece: Callable[[int], str]) -> list[StepTree]:
         if len(draft.scored) and 0 <= routed != at:
             trees.append(picture(draft.scored, at, accepted(draft.scored, step.offered)))
     return trees
-
-
-def made_by(tree: DraftTree, deltas: Sequence[int]) -> list[int]:
-    """The forward that made each node, from 1: one a delta of these sizes, of a tree sent at once one a level."""
-    if len(deltas) < 2:
-        return tree.depths()[1:].tolist()  # type: ignore[no-any-return]
-    return [forward for forward, size in enumerate(deltas, 1) for _ in range(size)]
 
 
 class Account:
@@ -287,11 +280,17 @@ class Account:
         timings.head_forward_ns += head_ns
         timings.step_ns.append(took_ns)
         timings.split_ns.append(took_ns - times.forward_ns - head_ns)
-        accepted = step.num_accepted
-        self.metrics.step(self.policy, verified, accepted, step.num_tokens, took_ns / 1e9)
+        accepted, metrics, labels = step.num_accepted, self.metrics, (*self.metrics.labels, self.policy)
+        metrics.drafts.labels(*labels).inc(verified > 0)
+        metrics.draft_tokens.labels(*labels).inc(verified)
+        metrics.accepted_tokens.labels(*labels).inc(accepted)
+        for position in range(accepted):
+            metrics.accepted_per_pos.labels(*metrics.labels, str(position)).inc()
+        metrics.tokens.inc(step.num_tokens)
+        metrics.step_seconds.labels(*labels).observe(took_ns / 1e9)
         if head:
-            self.metrics.routed.labels(head).inc()
-            self.metrics.routed_accepted.labels(head).inc(accepted)
+            metrics.routed.labels(head).inc()
+            metrics.routed_accepted.labels(head).inc(accepted)
         if self.trace is not None and self.trace.samples(step.number):
             drafted_at = step.drafted_at if step.asked else step.began_at
             parts = {"ask": step.asked_at - step.began_at, "draft": drafted_at - step.asked_at} if step.asked else {}
@@ -324,25 +323,21 @@ class Account:
             self.trace.describe(**facts)
 
 
+@dataclass
 class Decoding:
     """One request from its prompt to its end."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        ids: list[int],
-        verifier: TargetSession,
-        heads: Sequence[HeadSession],
-        policy: StepPolicy,
-        draft_deadline_s: float,
-        output: Output,
-        account: Account,
-    ) -> None:
-        """`request` has no defaults, `ids` also the resumed; draft_deadline_s 0: as long as drafts usually take."""
-        self.request, self.verifier, self.heads, self.policy = request, verifier, heads, policy
-        self.output, self.account = output, account
-        self._ids, self._hash = ids, committed_hash(ids)  # committed: all but the root
-        self._draft_deadline_s = draft_deadline_s
+    request: GenerationRequest  # without defaults
+    ids: list[int]  # committed, at first the prompt and what was resumed: all but the root
+    verifier: TargetSession
+    heads: Sequence[HeadSession]
+    policy: StepPolicy
+    draft_deadline_s: float  # 0: as long as drafts usually take
+    output: Output
+    account: Account
+
+    def __post_init__(self) -> None:
+        self._hash = committed_hash(self.ids)
         self._behind: Step | None = None  # a step that was not learnt from yet
         # Places of the prediction, from 1, that were verified and that the text took: each counts once.
         self._tried, self._came_true = set[int](), set[int]()
@@ -355,13 +350,13 @@ class Decoding:
         began = time.perf_counter_ns()
         step = self._begin()
         self._open(step.asked)
-        opened = await self.verifier.open(self._ids)
+        opened = await self.verifier.open(self.ids)
         start(opened)
         self._follow(opened.features)
         self._open(self.policy.soon)
         step.forced = opened.forced
         step.root, log_prob = self._next_root(opened.next)
-        self.output.commit([], (step.root, log_prob), opened.top)
+        self.output.commit((step.root,), 0, (log_prob,), opened.top)
         step.began_at = first = time.perf_counter_ns()
         self.account.prefilled(opened, self.verifier.preferred, began, first)
         try:
@@ -395,14 +390,14 @@ class Decoding:
 
     def _fence(self, step: Step, deadline_s: float, weights_version: int = 0) -> Fence:
         """What a message of a step says about the text that it continues."""
-        return Fence(step.number, len(self._ids), self._hash, weights_version, int(deadline_s * 1e9))
+        return Fence(step.number, len(self.ids), self._hash, weights_version, int(deadline_s * 1e9))
 
     # --- draft ---
 
     def _open(self, heads: Iterable[int]) -> None:
         """Start the streams of some heads."""
         for at in heads:
-            self.heads[at].open(self._ids)
+            self.heads[at].open(self.ids)
 
     def _follow(self, features: Features | None) -> None:
         """Take the verifier's session that drafters can follow from now on."""
@@ -417,9 +412,9 @@ class Decoding:
             return
         asked = [(at, self.heads[at]) for at in step.asked]
         step.opening = any(head.still_opening for _, head in asked)
-        deadline_s = self._draft_deadline_s or max([head.pool.deadline_s for _, head in asked])
+        deadline_s = self.draft_deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = self._fence(step, deadline_s)
-        drafts = [(at, it) for at, head in asked if (it := head.ask(fence, step.root, self._ids, step.budget))]
+        drafts = [(at, it) for at, head in asked if (it := head.ask(fence, step.root, self.ids, step.budget))]
         step.asked_at = time.perf_counter_ns()
         loop.call_soon(self._catch_up)  # behind the questions, which the step waits for
         timers = [loop.call_later(deadline_s, draft.give_up) for _, draft in drafts]
@@ -455,7 +450,7 @@ class Decoding:
                 step.verdict = await self.verifier.verify(question)
                 break
             except LOST as error:
-                opened = await self.verifier.reopen(self._ids, step.number - 1, error)  # the root is drawn already
+                opened = await self.verifier.reopen(self.ids, step.number - 1, error)  # the root is drawn already
                 self.account.metrics.reopened.inc()
                 self._follow(opened.features)
         step.sent_at, step.answered_at = self.verifier.exchanged
@@ -466,16 +461,18 @@ class Decoding:
         """Commit the root and the accepted path, and draw the next root; returns it, -1 when the text has ended."""
         verdict, tree = step.verdict, step.choice.tree
         accepted: list[int] = tree.tokens[np.array(verdict.accepted, np.int64) - 1].tolist()
-        self._ids += [step.root, *accepted]
+        self.ids += [step.root, *accepted]
         self._hash = verdict.fence.committed_hash
-        root = None if verdict.next is None else self._next_root(verdict.next)
-        step.offered = tuple(accepted) if root is None else (*accepted, root[0])
+        root, log_probs = -1, list(verdict.log_probs)
+        if verdict.next is not None:
+            root, log_prob = self._next_root(verdict.next)
+            log_probs.append(log_prob)
+        step.offered = tuple(accepted) if verdict.next is None else (*accepted, root)
         for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
             if head.opening.want_misses and step.choice.routed in (at, UNION):
                 head.reject(draft, verdict.fence.committed_len - len(accepted), step.offered)
-        log_probs = verdict.log_probs or (0.0,) * len(accepted)
-        step.num_tokens = self.output.commit(list(zip(accepted, log_probs, strict=True)), root, verdict.top)
-        return -1 if root is None else root[0]
+        step.num_tokens = self.output.commit(step.offered, len(accepted), log_probs, verdict.top)
+        return root
 
     def _next_root(self, source: NextRoot) -> tuple[int, float]:
         """The next root and its raw log-probability: drawn here from the row, or by the verifier."""
@@ -483,7 +480,7 @@ class Decoding:
         if row is None:
             assert source.drawn_id is not None  # wire.verifier.read_verify_response says so
             return source.drawn_id, source.drawn_log_prob
-        token = draw(row.ids, row.log_probs, self.request.sampling.seed, len(self._ids))
+        token = draw(row.ids, row.log_probs, self.request.sampling.seed, len(self.ids))
         at = int(np.searchsorted(row.ids, token))
         return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
 
@@ -498,16 +495,12 @@ class Decoding:
         routed = step.choice.routed
         self.account.step(step, self.heads[routed].pool.name if routed >= 0 else "")
         for at, (head, draft) in enumerate(zip(self.heads, step.drafts, strict=True)):
-            if head.opening.prediction:  # it is worth what it says, and belongs to this request alone
-                if routed in (at, UNION):
-                    self._count_predicted(step, draft)
-            elif len(draft.tree):
-                head.learn(draft, step.offered)
+            if not head.opening.prediction:
+                if len(draft.tree):
+                    head.learn(draft, step.offered)
+            elif routed in (at, UNION):  # what it says belongs to this request alone: the places that the text took
+                drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
+                places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
+                self._tried |= {places[node - 1] for node in step.verified.tolist()} - {0}
+                self._came_true |= {places[node - 1] for node in step.verdict.accepted[: step.num_accepted]} - {0}
         self.policy.learn(step)
-
-    def _count_predicted(self, step: Step, draft: Draft) -> None:
-        """Take in what the step verified, and its text took, of a draft that was chosen or is part of what was."""
-        drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
-        places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
-        self._tried |= {places[node - 1] for node in step.verified.tolist()} - {0}
-        self._came_true |= {places[node - 1] for node in step.verdict.accepted[: step.num_accepted]} - {0}

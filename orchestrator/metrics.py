@@ -2,7 +2,7 @@
 `engine`), so that vLLM's dashboards show an orchestrator as it is, and all else under `coppice_`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -28,101 +28,74 @@ _ANSWERS: dict[str, tuple[str, tuple[float, ...], Callable[[Finished], float]]] 
 """vLLM's histograms of answers: help, buckets, and what of an answer's summary is observed"""
 
 
-def _kept(kind: Any, *given: Any, **options: Any) -> Any:
-    """A metric that finds its labelled children without the library's checks: some are counted in every step."""
-    metric = kind(*given, **options)
-    metric.labels = cache(metric.labels)
-    return metric
-
-
 class OrchestratorMetrics:
     """What the orchestrator counts."""
 
     def __init__(self, model: str = "", dtype: str = "") -> None:
         """The target's name and dtype."""
         self.registry = CollectorRegistry()
-        self._make_vllms(model)
-        counter = partial(_kept, Counter, registry=self.registry, namespace="coppice")
-        gauge = partial(Gauge, registry=self.registry, namespace="coppice")
-        model_info = Info("coppice_model", "what is served", registry=self.registry)
-        model_info.info({"model_name": model, "dtype": dtype, "version": coppice.__version__})
-        self.requests = counter("requests", "requests by how they ended", ["outcome"])
-        self.client_requests = counter(
-            "client_requests", "calls by the name of their token and how it was met", ["client", "verdict"]
-        )
-        self.bad_drafts = counter("bad_drafts", "drafts dropped as invalid", ["head", "reason"])
-        self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
-        self.benched = counter("heads_benched", "times that a head was left alone", ["head"])
-        self.routed = counter("routed", "steps that verified a head's tree", ["head"])
-        self.routed_accepted = counter("routed_accepted_tokens", "draft nodes accepted in these steps", ["head"])
-        self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
-        self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
-        self.suspect = gauge("head_suspect", "replicas that draft far below what is expected of them", ["head"])
+        info = Info("coppice_model", "what is served", registry=self.registry)
+        info.info({"model_name": model, "dtype": dtype, "version": coppice.__version__})
         self.tau = Histogram("coppice_request_tau", "mean tokens a step", registry=self.registry, buckets=_TAU_BUCKETS)
-        self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
-        self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
-        self.prefix_routed = counter(
-            "prefix_routed", "requests by whether the verifier is the one for prompts that begin so", ["verifier"]
-        )
 
-    def _make_vllms(self, model: str) -> None:
-        """Those that vLLM has, by its names. A label of ours, the policy, is added where it says something."""
-        self._labels = model, ENGINE
+        def make(kind: Any, name: str, text: str, labels: Iterable[str], **options: Any) -> Any:
+            metric = kind(name, text, labels, registry=self.registry, **options)
+            metric.labels = cache(metric.labels)  # without the library's checks: some are counted in every step
+            return metric
 
-        def make(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-            metric = _kept(
-                kind, f"vllm:{name}", text, ["model_name", "engine", *labels], registry=self.registry, **options
-            )
-            return metric if labels else metric.labels(*self._labels)
+        def ours(kind: Any, name: str, text: str, *labels: str) -> Any:
+            return make(kind, f"coppice_{name}", text, labels)
 
-        stem = "spec_decode_num"
-        self.drafts = make(Counter, f"{stem}_drafts", "steps that verified a draft", "policy")
-        self.draft_tokens = make(Counter, f"{stem}_draft_tokens", "draft nodes verified", "policy")
-        self.accepted_tokens = make(Counter, f"{stem}_accepted_tokens", "draft nodes accepted", "policy")
-        self.accepted_per_pos = make(
-            Counter, f"{stem}_accepted_tokens_per_pos", "draft nodes accepted, by depth", "position"
-        )
-        self.step_seconds = make(
-            Histogram, "inter_token_latency_seconds", "time of a step", "policy", buckets=STEP_BUCKETS
-        )
-        self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens, cached ones too")
-        self.cache_queries = make(Counter, "prefix_cache_queries", "prompt tokens that were looked up")
-        self.cache_hits = make(Counter, "prefix_cache_hits", "prompt tokens that were not prefilled again")
-        self.tokens = make(Counter, "generation_tokens", "tokens generated")
-        self.first_token_seconds = make(
-            Histogram, "time_to_first_token_seconds", "from arrival to the first token", buckets=_REQUEST_BUCKETS
-        )
-        self.request_seconds = make(
-            Histogram, "e2e_request_latency_seconds", "from arrival to the last token", buckets=_REQUEST_BUCKETS
-        )
-        self.succeeded = make(Counter, "request_success", "requests by vLLM's reason of their end", "finished_reason")
-        self.answers = {
-            name: make(Histogram, f"request_{name}", text, buckets=buckets)
-            for name, (text, buckets, _) in _ANSWERS.items()
-        }
-        self.running = make(Gauge, "num_requests_running", "requests that have a seat")
-        self.waiting = make(Gauge, "num_requests_waiting", "requests that wait for a seat")
-        self.kv_usage = make(Gauge, "kv_cache_usage_perc", "KV in use on the verifiers, 1 is all of it")
+        self.requests = ours(Counter, "requests", "requests by how they ended", "outcome")
+        self.client_requests = ours(Counter, "client_requests", "calls by token and verdict", "client", "verdict")
+        self.bad_drafts = ours(Counter, "bad_drafts", "drafts dropped as invalid", "head", "reason")
+        self.late_drafts = ours(Counter, "late_drafts", "drafts that missed the deadline", "head")
+        self.benched = ours(Counter, "heads_benched", "times that a head was left alone", "head")
+        self.routed = ours(Counter, "routed", "steps that verified a head's tree", "head")
+        self.routed_accepted = ours(Counter, "routed_accepted_tokens", "draft nodes accepted in these steps", "head")
+        self.replicas_fit = ours(Gauge, "replicas_fit", "replicas that may get a session", "pool")
+        self.unfit = ours(Counter, "heads_unfit", "replicas found to serve what the target cannot use", "head")
+        self.suspect = ours(Gauge, "head_suspect", "replicas that draft far below what is expected of them", "head")
+        self.auto_choices = ours(Counter, "auto_choices", "steps of the policy auto by what it chose", "choice")
+        self.reopened = ours(Counter, "verifier_sessions_reopened", "sessions re-opened on a verifier")
+        self.prefix_routed = ours(Counter, "prefix_routed", "requests that went to their prefix's verifier", "verifier")
+        self.labels = model, ENGINE  # of those that vLLM has
+
+        def vllms(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            """One of vLLM's. A label of ours, the policy, is added where it says something."""
+            metric = make(kind, f"vllm:{name}", text, ("model_name", "engine", *labels), **options)
+            return metric if labels else metric.labels(*self.labels)
+
+        stem, spans = "spec_decode_num", partial(vllms, Histogram, buckets=_REQUEST_BUCKETS)
+        self.drafts = vllms(Counter, f"{stem}_drafts", "steps that verified a draft", "policy")
+        self.draft_tokens = vllms(Counter, f"{stem}_draft_tokens", "draft nodes verified", "policy")
+        self.accepted_tokens = vllms(Counter, f"{stem}_accepted_tokens", "draft nodes accepted", "policy")
+        self.accepted_per_pos = vllms(Counter, f"{stem}_accepted_tokens_per_pos", "the same by depth", "position")
+        timed = "inter_token_latency_seconds", "time of a step", "policy"
+        self.step_seconds = vllms(Histogram, *timed, buckets=STEP_BUCKETS)
+        self.prompt_tokens = vllms(Counter, "prompt_tokens", "prompt tokens, cached ones too")
+        self.cache_queries = vllms(Counter, "prefix_cache_queries", "prompt tokens that were looked up")
+        self.cache_hits = vllms(Counter, "prefix_cache_hits", "prompt tokens that were not prefilled again")
+        self.tokens = vllms(Counter, "generation_tokens", "tokens generated")
+        self.first_token_seconds = spans("time_to_first_token_seconds", "from arrival to the first token")
+        self.request_seconds = spans("e2e_request_latency_seconds", "from arrival to the last token")
+        self.succeeded = vllms(Counter, "request_success", "requests by vLLM's reason of their end", "finished_reason")
+        self.answers = [
+            (vllms(Histogram, f"request_{name}", text, buckets=buckets), read)
+            for name, (text, buckets, read) in _ANSWERS.items()
+        ]
+        self.running = vllms(Gauge, "num_requests_running", "requests that have a seat")
+        self.waiting = vllms(Gauge, "num_requests_waiting", "requests that wait for a seat")
+        self.kv_usage = vllms(Gauge, "kv_cache_usage_perc", "KV in use on the verifiers, 1 is all of it")
 
     def ended(self, outcome: str, result: Finished, seconds: float) -> None:
         """Count a request that took so long. outcome: why its text ended, else the status that it failed with."""
         self.requests.labels(outcome).inc()
         if outcome in _REASONS:
-            self.succeeded.labels(*self._labels, _REASONS[outcome]).inc()
+            self.succeeded.labels(*self.labels, _REASONS[outcome]).inc()
         if outcome != result.finish_reason:
             return
-        for name, (_, _, read) in _ANSWERS.items():
-            self.answers[name].observe(read(result))
+        for histogram, read in self.answers:
+            histogram.observe(read(result))
         self.request_seconds.observe(seconds)
         self.tau.observe(result.tau)
-
-    def step(self, policy: str, verified: int, accepted: int, tokens: int, seconds: float) -> None:
-        """Count one step, the draft nodes that it verified and accepted, and the tokens that it gave the client."""
-        labels = *self._labels, policy
-        self.drafts.labels(*labels).inc(verified > 0)
-        self.draft_tokens.labels(*labels).inc(verified)
-        self.accepted_tokens.labels(*labels).inc(accepted)
-        for position in range(accepted):
-            self.accepted_per_pos.labels(*self._labels, str(position)).inc()
-        self.tokens.inc(tokens)
-        self.step_seconds.labels(*labels).observe(seconds)

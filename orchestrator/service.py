@@ -30,7 +30,7 @@ from .heads import HeadPool, HeadSession, feature_layers
 from .loop import Account, Decoding, Output, StepPolicy
 from .metrics import OrchestratorMetrics
 from .targets import TargetPool, TargetSession
-from .text import Encoder, TextCodec, TextStream
+from .text import Encoder, TextCodec
 from .tokens import client_salt
 
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
@@ -77,7 +77,7 @@ class GenerationServicer:
     @property
     def ready(self) -> bool:
         """Whether a verifier can be asked."""
-        return any(replica.fit for replica in self.verifiers.replicas)
+        return self.verifiers.num_fit() > 0
 
     async def encode(
         self, prompt: str | Sequence[ChatMessage], bare: bool = False, template_arguments: str = ""
@@ -153,9 +153,8 @@ class GenerationServicer:
             request = replace(request, sampling=request.sampling.with_seed())
             async with self.seats.admit():
                 account.admitted()
-                ids = await self._prompt_ids(request)
-                request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
-                await self._check_grammar(request)
+                ids, prediction = await self._encoded(request)
+                request = replace(request, prediction_text=None, prediction_ids=prediction)
                 await self._decode(request, ids, send, account)
             send(account.result)
             outcome = account.result.finish_reason
@@ -183,12 +182,24 @@ class GenerationServicer:
             names = ", ".join(sorted(kinds)) or "none"
             raise InvalidField("prediction", f"a {_PREDICTING} head drafts from it; heads asked are of kind: {names}")
         heads = [self._head_session(pool, account.id, request) for pool in pools]
-        opening = self._opening(request, account.id, prompt_tokens, layers)
+        opening = OpenSession(
+            session=account.id,
+            ids=[],
+            sampling=request.sampling,
+            stop_ids=frozenset((*request.stop_token_ids, *(() if request.ignore_eos else self.target.eos_ids))),
+            max_len=prompt_tokens + request.max_new_tokens,
+            feature_layers=layers,
+            want_log_probs=request.want_log_probs,
+            prompt_tokens=prompt_tokens,
+            top_log_probs=request.top_log_probs,
+            want_prompt_log_probs=request.want_prompt_log_probs,
+            min_len=prompt_tokens + min(request.min_tokens, request.max_new_tokens) if request.min_tokens else 0,
+            salt=client_salt(),
+            grammar=request.grammar,
+        )
         verifier, steps = TargetSession(self.verifiers, opening), self._step_policy(request, policy)
-        special = request.keep_special_tokens
-        stream = TextStream(self.token_bytes, request.stop, request.min_tokens, request.include_stop, special)
         settings = self.settings.orchestrator
-        output = Output(request, stream, opening.stop_ids, send, settings.stream_interval)
+        output = Output(request, self.token_bytes, opening.stop_ids, send, settings.stream_interval)
         deadline_s = settings.draft_deadline_ms / 1e3
         decoding = Decoding(request, ids, verifier, heads, steps, deadline_s, output, account)
         try:
@@ -213,38 +224,17 @@ class GenerationServicer:
             return AutoPolicy(rates, names, self.metrics.auto_choices, is_sampled, predicted)
         return StepPolicy(policy, range(len(names)) if request.budget else (), request.whole_tree, bool(predicted))
 
-    def _opening(
-        self, request: GenerationRequest, session: str, prompt_tokens: int, layers: tuple[int, ...]
-    ) -> OpenSession:
-        """A request's session with a verifier."""
-        return OpenSession(
-            session=session,
-            ids=[],
-            sampling=request.sampling,
-            stop_ids=frozenset((*request.stop_token_ids, *(() if request.ignore_eos else self.target.eos_ids))),
-            max_len=prompt_tokens + request.max_new_tokens,
-            feature_layers=layers,
-            want_log_probs=request.want_log_probs,
-            prompt_tokens=prompt_tokens,
-            top_log_probs=request.top_log_probs,
-            want_prompt_log_probs=request.want_prompt_log_probs,
-            min_len=prompt_tokens + min(request.min_tokens, request.max_new_tokens) if request.min_tokens else 0,
-            salt=client_salt(),
-            grammar=request.grammar,
-        )
-
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest) -> HeadSession:
         """One head of a request; it reports its misses when it is of a kind that an adapter trains on them."""
         learns = self.signals is not None and bool(pool.feature_layers) and bool(request.budget)
         misses = self.signals is not None and learns and self.signals.demand_for(pool.name) == "misses"
-        predicts = pool.kind == _PREDICTING
-        prediction = (request.prediction_ids or ()) if predicts else ()
-        salt = client_salt() if predicts else ""
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, prediction, salt)
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses)
+        if pool.kind == _PREDICTING:
+            opening = replace(opening, prediction=request.prediction_ids or (), salt=client_salt())
         return HeadSession(pool, opening, self.target.vocab_size, learns)
 
-    async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
-        """The prompt's ids and what was resumed. Raises InvalidField."""
+    async def _encoded(self, request: GenerationRequest) -> tuple[list[int], tuple[int, ...]]:
+        """Ids of the prompt and of what was resumed, and of the prediction; checks the grammar. Raises InvalidField."""
         if request.ids is not None:
             ids = list(request.ids)
         else:
@@ -254,26 +244,19 @@ class GenerationServicer:
             raise InvalidField("prompt", "holds no tokens")
         if request.stop and self.codec is None:
             raise InvalidField("stop", "this target has no tokenizer.json to find strings with")
-        return [*ids, *request.resume_ids]
-
-    async def _prediction_ids(self, request: GenerationRequest) -> tuple[int, ...]:
-        """The ids of what the client expects of the answer. Raises InvalidField."""
-        if not request.prediction_text:
-            return request.prediction_ids or ()
+        prediction = request.prediction_ids or ()
         try:
-            return tuple(await self.encode(request.prediction_text, bare=True))
+            if request.prediction_text:
+                prediction = tuple(await self.encode(request.prediction_text, bare=True))
         except InvalidField as error:
             raise InvalidField("prediction", str(error).partition(": ")[2]) from None
-
-    async def _check_grammar(self, request: GenerationRequest) -> None:
-        """Raise InvalidField unless the request's grammar can be decoded with."""
-        if request.grammar is None:
-            return
-        if self.encoder is None or not self.token_bytes.context_free:
-            raise InvalidField("grammar", "this target has no tokenizer that says what each id adds to a text")
-        if request.ignore_eos:
-            raise InvalidField("ignore_eos", "a grammar says where the answer ends")
-        await self.encoder.check(request.grammar)
+        if request.grammar is not None:
+            if self.encoder is None or not self.token_bytes.context_free:
+                raise InvalidField("grammar", "this target has no tokenizer that says what each id adds to a text")
+            if request.ignore_eos:
+                raise InvalidField("ignore_eos", "a grammar says where the answer ends")
+            await self.encoder.check(request.grammar)
+        return [*ids, *request.resume_ids], prediction
 
     def _settled(self, request: GenerationRequest, prompt_tokens: int) -> tuple[GenerationRequest, Policy]:
         """The request with this deployment's values where it leaves them open, and its policy. Raises InvalidField."""
@@ -329,10 +312,9 @@ def _is_plain(event: StreamEvent) -> bool:
 def _started(request: GenerationRequest, policy: Policy, prompt: list[int], opened: SessionOpened | None) -> Started:
     """An answer's beginning, with its prompt and the log-probabilities of that if they are wanted."""
     started = Started(len(prompt), policy.name, policy.heads, request.budget or 0, request.sampling.seed)
-    if request.want_prompt_ids:
+    is_scored, behind = opened is not None and request.want_prompt_log_probs, slice(len(prompt) - 1)
+    if request.want_prompt_ids or is_scored:
         started = replace(started, prompt_ids=tuple(prompt))
-    if opened is None or not request.want_prompt_log_probs:
+    if opened is None or not is_scored:
         return started
-    behind = slice(len(prompt) - 1)  # of resumed ids nothing is told
-    scored, top = opened.prompt_log_probs[behind], opened.prompt_top[behind]
-    return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)
+    return replace(started, prompt_log_probs=opened.prompt_log_probs[behind], prompt_top=opened.prompt_top[behind])

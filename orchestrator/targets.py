@@ -6,11 +6,12 @@ what is committed, and the step that failed is asked again: keyed noise makes it
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,6 +32,7 @@ from coppice.errors import (
 )
 from coppice.limits import MAX_TOKEN_ID
 from coppice.rpc.channels import Dialer, Stub
+from coppice.rpc.directory import Directory
 from coppice.rpc.link import LinkedCall
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
@@ -47,13 +49,15 @@ PROBE_S = 1.0  # time between two looks at a replica, and how long it may take t
 class Replica:
     """One process: its channel, which lives until the last session ends, its sessions from here, and a breaker."""
 
-    def __init__(self, address: str, dialer: Dialer) -> None:
-        self.address = address
-        self.sessions = 0
+    def __init__(self, address: str, dialer: Dialer, service: ModuleType) -> None:
+        self.address, self.sessions = address, 0
         self.channel = dialer.open(address)
+        self.stub = Stub(self.channel, service)
         self.cooling_until = 0.0
         self.silent = False  # it left the latest looks unanswered
         self.unfit = ""  # why it serves something else than the others, if it does
+        self.target: TargetDescription | None = None  # what a verifier said of itself at the latest look
+        self.verify_s = 0.0  # moving average of a verify round trip
         self.backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         self._silences = 0
 
@@ -84,23 +88,27 @@ class Replica:
             log.warning("a replica does not answer", replica=self.address, why=str(error)[:200])
 
 
-R = TypeVar("R", bound=Replica)
+class Pool:
+    """Replicas that serve the same. `describe` asks one what it serves; returns why it cannot be used, or nothing."""
 
-
-class Pool(ABC, Generic[R]):
-    """Replicas that serve the same. `update` follows a directory, `watch` looks at each replica now and then."""
-
-    replica: type[R]
+    service: ModuleType  # the messages of the proto that declares it
 
     def __init__(self, name: str, addresses: Sequence[str], dialer: Dialer) -> None:
         self.name, self._dialer = name, dialer
-        self._by_address: dict[str, R] = {}
+        self._by_address: dict[str, Replica] = {}
         self.update(addresses)
 
+    async def describe(self, replica: Replica) -> str:
+        raise NotImplementedError
+
     @property
-    def replicas(self) -> list[R]:
+    def replicas(self) -> list[Replica]:
         """Those of the directory, fit or not."""
         return list(self._by_address.values())
+
+    def num_fit(self) -> int:
+        """How many may get a session."""
+        return sum(replica.fit for replica in self.replicas)
 
     def update(self, addresses: Sequence[str]) -> None:
         """Take in which replicas there are now."""
@@ -109,15 +117,15 @@ class Pool(ABC, Generic[R]):
             log.info("a replica left", pool=self.name, replica=address)
         for address in addresses:
             if address not in self._by_address:
-                self._by_address[address] = self.replica(address, self._dialer)
+                self._by_address[address] = Replica(address, self._dialer, self.service)
                 log.info("a replica came", pool=self.name, replica=address)
 
-    def pick(self, avoid: Collection[R] = ()) -> R | None:
+    def pick(self, avoid: Collection[Replica] = ()) -> Replica | None:
         """The least loaded fit replica."""
         fit = [replica for replica in self._by_address.values() if replica.fit and replica not in avoid]
         return min(fit, key=lambda replica: replica.sessions, default=None)
 
-    async def look(self, replica: R) -> None:
+    async def look(self, replica: Replica) -> None:
         """Ask a replica what it serves; note how that ended, and whether it can be used."""
         try:
             misfit = await self.describe(replica)
@@ -138,9 +146,16 @@ class Pool(ABC, Generic[R]):
         while True:
             await asyncio.gather(asyncio.sleep(PROBE_S), self.look_at_all())
 
-    @abstractmethod
-    async def describe(self, replica: R) -> str:
-        """Ask it what it serves; returns why it cannot be used, or nothing. Raises grpc.RpcError, CoppiceError."""
+    async def follow(self, where: Directory) -> None:
+        """Have the replicas that the directory names, and look at them, for ever."""
+        async with asyncio.TaskGroup() as group:
+
+            def changed(addresses: Sequence[str]) -> None:
+                self.update(addresses)
+                group.create_task(self.look_at_all())  # until then nobody knows which features a head reads
+
+            group.create_task(where.run(changed))
+            group.create_task(self.watch())
 
 
 LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, InternalError)
@@ -155,22 +170,17 @@ _REOPENS = 4  # requests that prefill again at once
 _MOST_LOSSES = 8  # of one request, without a verdict between them
 _PREFIX_TOKENS = 128  # of a text that say where texts go that begin like it
 _MOST_MORE = 2  # sessions that a verifier may have more than the least loaded one, to get a text for its beginning
+_IDENTITY = attrgetter(
+    *("name", "weights_hash", "bits_hash", "repetition_penalty"),
+    *("vocab_size", "layers", "hidden_size", "eos_ids", "dtype"),
+)
+"""of a target: what all replicas say alike"""
 
 
-class VerifierReplica(Replica):
-    """One verifier process."""
+class TargetPool(Pool):
+    """The replicas that serve one target. The first that answers says what it is; one that serves another is unfit."""
 
-    def __init__(self, address: str, dialer: Dialer) -> None:
-        super().__init__(address, dialer)
-        self.stub = Stub(self.channel, verifier_pb2)
-        self.verify_s = 0.0  # moving average of a verify round trip
-        self.target: TargetDescription | None = None  # what it said of itself at the latest look
-
-
-class TargetPool(Pool[VerifierReplica]):
-    """The replicas that serve one target."""
-
-    replica = VerifierReplica
+    service = verifier_pb2
 
     def __init__(
         self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0, call_s: float = 600.0
@@ -181,28 +191,27 @@ class TargetPool(Pool[VerifierReplica]):
         self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
-    async def describe(self, replica: VerifierReplica) -> str:
-        """The first that answers says what the target is; one that serves another is never used."""
+    async def describe(self, replica: Replica) -> str:
         request = verifier_pb2.DescribeTargetRequest()
         target = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
         self.target, replica.target = self.target or target, target
-        if _identity(target) == _identity(self.target):
+        if _IDENTITY(target) == _IDENTITY(self.target):
             return ""
         bits = target.bits_hash.hex()[:12] or "not promised"
         return f"it serves {target.name}, weights {target.weights_hash.hex()[:12]}, bits {bits}"
 
     async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
-        until = asyncio.get_running_loop().time() + _FIRST_TARGET_S
+        until = time.monotonic() + _FIRST_TARGET_S
         await self.look_at_all()
         while self.target is None:
-            if asyncio.get_running_loop().time() > until:
+            if time.monotonic() > until:
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
             await asyncio.sleep(_RETRY_S)
             await self.look_at_all()
         return self.target
 
-    def pick_for(self, prefix: bytes, avoid: Collection[VerifierReplica] = ()) -> tuple[VerifierReplica | None, bool]:
+    def pick_for(self, prefix: bytes, avoid: Collection[Replica] = ()) -> tuple[Replica | None, bool]:
         """A fit replica for a text that begins with `prefix`, and whether it is the one that texts like it go to, on
         which all orchestrators agree (rendezvous hashing). The next one stands in where that has too many sessions.
         """
@@ -227,17 +236,12 @@ class TargetPool(Pool[VerifierReplica]):
         return len(self._by_address) == 1
 
 
-def _identity(target: TargetDescription) -> tuple[object, ...]:
-    shape = target.vocab_size, target.layers, target.hidden_size, target.eos_ids, target.dtype
-    return target.name, target.weights_hash, target.bits_hash, *shape, target.repetition_penalty
-
-
 class TargetSession:
     """One request: a stream to one verifier, and to another one when that is lost."""
 
     def __init__(self, pool: TargetPool, opening: OpenSession) -> None:
         self._pool, self._opening = pool, opening
-        self._replica: VerifierReplica | None = None
+        self._replica: Replica | None = None
         self._call: LinkedCall | None = None
         self._streams = 0
         self.exchanged = 0, 0  # when the last question was encoded and when its answer came, of `perf_counter_ns`
@@ -256,16 +260,15 @@ class TargetSession:
 
         `patient`: wait for full ones, too. Raises what the last one refused it with, Unavailable if there was none.
         """
-        loop = asyncio.get_running_loop()
         prefix = self._opening.salt.encode() + np.array(ids[:_PREFIX_TOKENS], "<u4").tobytes()
-        until, refused = loop.time() + self._pool.failover_s, set[VerifierReplica]()
+        until, refused = time.monotonic() + self._pool.failover_s, set[Replica]()
         load_s = self._pool.failover_s / _FAILOVER_LOADS
         absent = f"no verifier became available within {self._pool.failover_s:g} s; try again in about {load_s:.0f} s"
         last: CoppiceError = Unavailable(absent)
         while True:
             replica, self.preferred = self._pool.pick_for(prefix, refused)
             if replica is None:
-                if loop.time() > until or (refused and not patient):
+                if time.monotonic() > until or (refused and not patient):
                     last.retry_after_s = load_s if isinstance(last, LOST) else last.retry_after_s
                     raise last
                 refused.clear()
@@ -280,7 +283,7 @@ class TargetSession:
                 replica.cool_down()
                 last = error
 
-    async def _open_on(self, replica: VerifierReplica, ids: Sequence[int]) -> SessionOpened:
+    async def _open_on(self, replica: Replica, ids: Sequence[int]) -> SessionOpened:
         self.close()
         self._streams += 1
         # A verifier may still hold the stream that was lost.

@@ -18,17 +18,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from coppice.config.model import added_tokens, ends_line, text_ends
 from coppice.config.token_bytes import NEIGHBOUR, TokenBytes
-from coppice.errors import InvalidField, Unavailable
+from coppice.errors import CoppiceError, InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
 from coppice.rpc.admission import Admission
 from coppice.wire.common import Grammar
@@ -141,23 +140,15 @@ class ChatTemplate:
 
     @staticmethod
     def source(folder: Path) -> str:
-        """The text of every template of a folder, one behind the other; those in its config are JSON."""
-        files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
-        with suppress(OSError, ValueError, AttributeError):
-            config = json.loads((folder / "tokenizer_config.json").read_bytes())
-            texts.append(json.dumps(config.get("chat_template"), ensure_ascii=False))
-        return "\n".join(texts)
-
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Whether a folder has one, usable or not."""
+        """The text of every template of a folder, one behind the other, usable or not; those in its config are JSON."""
         config = folder / "tokenizer_config.json"
-        return (
-            (folder / "chat_template.jinja").is_file()
-            or any(folder.glob("additional_chat_templates/*.jinja"))
-            or (config.is_file() and b'"chat_template"' in config.read_bytes())
-        )
+        files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja")), config]
+        texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()}
+        if '"chat_template"' not in texts.get(config, ""):
+            texts.pop(config, None)
+        with suppress(KeyError, ValueError, TypeError):
+            texts[config] = json.dumps(json.loads(texts[config])["chat_template"], ensure_ascii=False)
+        return "\n".join(texts.values())
 
     def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any] = {}) -> str:
         """The text that `apply_chat_template` makes of a conversation. Raises InvalidField.
@@ -195,12 +186,8 @@ class TextCodec:
             raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
         self.tokenizer.no_padding()  # of batches; a prompt is itself
         self.tokenizer.no_truncation()
-        self.has_chat_template, self.chat_template = ChatTemplate.is_in(folder), ChatTemplate.source(folder)
-
-    @classmethod
-    def find(cls, folder: str) -> Self | None:
-        """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
-        return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
+        self.chat_template = ChatTemplate.source(folder)
+        self.has_chat_template = bool(self.chat_template)
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """Ids of a text, `bare` without the special tokens around a prompt. Holds the interpreter's lock."""
@@ -234,26 +221,24 @@ class Encoder:
         bare: without the special tokens around a prompt. template_arguments: a JSON object, of a conversation. Raises
         InvalidField, before any work when it is hopelessly long, Overloaded and Unavailable.
         """
-        ids: list[int]
-        if isinstance(prompt, str):
-            self._check_length(len(prompt))
-            if len(prompt) <= SHORT_CHARS:
-                return self._codec.encode(prompt, bare)
-            try:
-                ids = await self._encode.ask([prompt, bare])
-            except TimeoutError:
-                raise Unavailable("the tokenizer's process does not answer") from None
-        else:
+        question: list[Any] = [prompt, bare]
+        chars, process = len(prompt), self._encode
+        late: CoppiceError = Unavailable("the tokenizer's process does not answer")
+        if not isinstance(prompt, str):
             check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
-            messages = [asdict(message) for message in prompt]
-            chars = sum(map(len, chain.from_iterable(fields.values() for fields in messages)))
-            self._check_length(chars + len(template_arguments))
-            if not self._codec.has_chat_template:
-                raise InvalidField("chat", "this target has no chat template")
-            try:
-                ids = await self._render.ask([messages, template_arguments])
-            except TimeoutError:
-                raise InvalidField("chat.messages", "this target's chat template does not end") from None
+            question, process = [[asdict(message) for message in prompt], template_arguments], self._render
+            chars = len(template_arguments) + sum(len(text) for fields in question[0] for text in fields.values())
+            late = InvalidField("chat.messages", "this target's chat template does not end")
+        if chars > self._most_chars:
+            raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
+        if isinstance(prompt, str) and chars <= SHORT_CHARS:
+            return self._codec.encode(prompt, bare)
+        if not (isinstance(prompt, str) or self._codec.has_chat_template):
+            raise InvalidField("chat", "this target has no chat template")
+        try:
+            ids: list[int] = await process.ask(question)
+        except TimeoutError:
+            raise late from None
         if len(ids) >= self._most_ids:
             raise InvalidField("prompt", f"{len(ids)} tokens leave no room in a context of {self._most_ids}")
         return ids
@@ -269,10 +254,6 @@ class Encoder:
         if len(self._compiled) == _MOST_COMPILED:
             self._compiled.clear()
         self._compiled.add(grammar)
-
-    def _check_length(self, chars: int) -> None:
-        if chars > self._most_chars:
-            raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
 
     async def stop(self) -> None:
         for process in (self._render, self._encode, self._compile):
@@ -365,7 +346,7 @@ def _too_slow(number: int, frame: FrameType | None) -> None:
 
 def _check(folder: Path) -> Iterator[str]:
     """What is wrong with a folder's chat template, a line each."""
-    if not ChatTemplate.is_in(folder):
+    if not ChatTemplate.source(folder):
         return
     template, tokens = ChatTemplate(folder), added_tokens(folder)
     question = ChatMessage("user", "Hi")
@@ -390,23 +371,23 @@ def _check(folder: Path) -> Iterator[str]:
 
 def _answering(role: str, folder: Path) -> Callable[..., object]:
     """What answers a question, whose parts are its arguments; a compiler is killed when it takes too long."""
+    codec = TextCodec(folder)
     if role == "compile":
         from coppice.speculation.grammar import compile_grammar, make_vocabulary
 
         # The target's special tokens, an end and all bytes: its own ids take no longer, as nothing is made for each.
-        special = {number: name for name, number in TokenBytes(TextCodec(folder).tokenizer).special.items()}
+        special = {number: name for name, number in TokenBytes(codec.tokenizer).special.items()}
         end = max(special, default=-1) + 1
         names = [special.get(at, "").encode() for at in range(end)]
         tokens = [*names, b"<end>", *(bytes([byte]) for byte in range(256))]
         vocabulary = make_vocabulary(tokens, [*special, end], [end], lambda text: [end + 1 + b for b in text.encode()])
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a handler would wait for the library
 
+        @_in_time(GRAMMAR_S)
         def compile_in_time(kind: str, text: str) -> None:
-            with _in_time(GRAMMAR_S):
-                compile_grammar(vocabulary, kind, text)
+            compile_grammar(vocabulary, kind, text)
 
         return compile_in_time
-    codec = TextCodec(folder)
     if role == "encode":
         return codec.encode
     template = ChatTemplate(folder)

@@ -21,7 +21,7 @@ from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import CHUNK_BYTES, Limits
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
-from coppice.rpc.server import Door, StreamWaits, add_service, server_options
+from coppice.rpc.server import Door, add_service, server_options
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.wire.common import FeatureRef, Features, Rejection
@@ -116,9 +116,8 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> 
     """A drafter that serves a head of this process; gives something with its address."""
     worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
     await worker.start()
-    waits = StreamWaits(60.0, asyncio.Event())
     verifiers = directory(allowed, "verifier", "", "", "drafter.verifiers") if allowed else None
-    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(), verifiers))
+    servicer = DrafterServicer({"head": worker}, bounds, Verifiers(Dialer(), verifiers))
     async with server_of(SERVICES["drafter"], servicer, port) as server:
         yield server
     await worker.stop()

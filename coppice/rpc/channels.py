@@ -70,23 +70,19 @@ class GuardedChannel:
 
     def _channel(self, service: str) -> Any:
         """The channel for calls of a service."""
-        name = ""
-        if self._certificates is not None:
-            before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
-            if self._certificates is not before:
-                self._current.clear()  # a channel goes when its last call ends
-            name = self._tls.server_name or SERVED_BY.get(service, "")
+        if self._certificates is None:
+            if not self._current:
+                self._current[""] = self._library.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+            return self._current[""]
+        before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
+        if self._certificates is not before:
+            self._current.clear()  # a channel goes when its last call ends
+        name = self._tls.server_name or SERVED_BY.get(service, "")
         if name not in self._current:
+            ca, cert, key = self._certificates
+            credentials = grpc.ssl_channel_credentials(ca, key or None, cert or None)
             options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
-            if self._certificates is None:
-                channel = self._library.insecure_channel(self._address, options=options)
-            else:
-                certificates = self._certificates
-                credentials = grpc.ssl_channel_credentials(
-                    certificates.ca, certificates.key or None, certificates.cert or None
-                )
-                channel = self._library.secure_channel(self._address, credentials, options=options)
-            self._current[name] = channel
+            self._current[name] = self._library.secure_channel(self._address, credentials, options=options)
         return self._current[name]
 
     def close(self) -> Any:
@@ -135,12 +131,9 @@ class Stub:
         for method in service.methods:
             sides = ("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))
             request, answer = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
-            call = getattr(channel, "_".join(sides))(
-                f"/{service.full_name}/{method.name}",
-                request_serializer=request.SerializeToString,
-                response_deserializer=answer.FromString,
-            )
-            setattr(self, method.name, call)
+            codecs = {"request_serializer": request.SerializeToString, "response_deserializer": answer.FromString}
+            make, path = getattr(channel, "_".join(sides)), f"/{service.full_name}/{method.name}"
+            setattr(self, method.name, make(path, **codecs))
 
     if TYPE_CHECKING:
 

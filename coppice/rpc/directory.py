@@ -45,49 +45,39 @@ _LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 _LIST = "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])"
 
 
-def registry_key(role: str, pool: str) -> str:
-    """The sorted set of a pool's replicas; `pool` is a drafter's name, empty for other roles."""
-    return f"coppice:directory:{role}:{pool}"
-
-
 class Registry:
     """One pool's replicas in Redis, for one caller at a time: it keeps one of them registered, or lists all."""
 
     def __init__(self, url: str, role: str, pool: str) -> None:
         from coppice.rpc.redis_connection import Connection
 
-        self.key = registry_key(role, pool)
+        self.key = f"coppice:directory:{role}:{pool}"  # a sorted set; `pool` is empty but for drafters
         self._connection = Connection(url)
 
     async def keep(self, address: str, leaving: asyncio.Event) -> None:
         """Register HOST:PORT by a lease that is renewed, until `leaving`; then leave. Redis may come and go."""
-        registered: bool | None = None
+        before = None
         while not leaving.is_set():
-            before = registered
+            reason = ""
             try:
                 await self._connection.run(_ENTER, self.key, address, round(1000 * LEASE_S))
-                registered = True
             except Unavailable as error:
-                registered = False
-                if before is not False:
-                    log.warning("not registered", at=self.key, why=str(error))
-            if registered and not before:
-                log.info("registered", at=self.key, address=address)
+                reason = str(error)
+            if bool(reason) != before:
+                say, event = (log.warning, "not registered") if reason else (log.info, "registered")
+                say(event, at=self.key, address=address, why=reason)
+            before = bool(reason)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_S / 3):
                     await leaving.wait()
         with contextlib.suppress(Unavailable):
             await self._connection.run(_LEAVE, self.key, address)
-        await self.close()
+        await self._connection.close()
 
     async def look(self) -> list[str]:
         """The addresses whose lease runs. Raises Unavailable."""
         members = await self._connection.run(_LIST, self.key, MAX_REPLICAS)
         return [name for member in members if _split(name := member.decode(errors="replace"))]
-
-    async def close(self) -> None:
-        """End the connection."""
-        await self._connection.close()
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -128,11 +118,8 @@ class Directory:
                 changed(latest)
 
         notify()
-        if not self._lists:
-            await asyncio.Event().wait()
-        async with asyncio.TaskGroup() as group:
-            for name, look in self._lists.items():
-                group.create_task(self._follow(name, look, notify))
+        await asyncio.gather(*(self._follow(name, look, notify) for name, look in self._lists.items()))
+        await asyncio.Event().wait()
 
     async def _follow(self, name: str, look: Look, notify: Callable[[], None]) -> None:
         clock, lost = asyncio.get_running_loop().time, False

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from coppice.errors import RETRY_HINT, InvalidField, Overloaded, Unavailable
 from coppice.limits import CHUNK_BYTES
-from coppice.wire.common import begin_item, end_item, message_item, read_frame
+from coppice.wire.common import control_item, message_item, read_frame
 
 log = structlog.get_logger()
 
@@ -42,6 +42,7 @@ STUCK_S = 10.0  # without any frame written for so long a side takes the other f
 
 Session = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 """serves one: given its requests and its context, of which `write` sends a message"""
+DRAINING = "the server is draining"
 OK, CANCELLED = 0, 1
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -56,8 +57,9 @@ class Inbox:
         self._parse, self._most, self._most_bytes = parse, most, most_bytes
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
-        self.latest = 0.0  # when something came, of the event loop's clock, once somebody listens
         self.is_busy = False  # who listens has still to answer what came
+        self._waiting_since: float | None = None  # the reader; for who listens, something came then
+        self._drains = False
         self._take: Callable[[bytes], None] | None = None
         self._ended = False
         self._error: Exception | None = None
@@ -68,7 +70,7 @@ class Inbox:
         if self._ended:
             return True
         if self._take is not None:
-            self.latest = asyncio.get_running_loop().time()
+            self._waiting_since = asyncio.get_running_loop().time()
             try:
                 self._take(self._read(data))
             except Exception as error:
@@ -101,16 +103,30 @@ class Inbox:
         while self._unread and not self._ended:
             self.put(self._unread.popleft())
         while not self._ended or (self.is_busy and self._error is None):
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
         if self._error is not None:
             raise self._error
 
     def answered(self) -> None:
-        """Note that what came is answered."""
+        """Note that what came is answered: while the server drains, nothing more is taken."""
         self.is_busy = False
         if self._ended:
             self._news.set()
+        elif self._drains:
+            self.end(Unavailable(DRAINING))
+
+    def look(self, idle_s: float, drains: bool) -> None:
+        """End it if its reader has waited for so long, or the server drains; what came is answered before."""
+        self._drains, since = drains, self._waiting_since
+        if since is None or self.is_busy:
+            return
+        if drains or asyncio.get_running_loop().time() - since >= idle_s:
+            self.end(Unavailable(DRAINING if drains else f"no message for {idle_s:g} s"))
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        self._waiting_since = self._waiting_since or asyncio.get_running_loop().time()
+        await self._news.wait()
 
     def __aiter__(self) -> Inbox:
         return self
@@ -119,8 +135,8 @@ class Inbox:
         while not self._unread:
             if self._ended:
                 raise self._error or StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
+        self._waiting_since = None
         data = self._unread.popleft()
         self._unread_bytes -= len(data)
         return self._read(data)
@@ -207,7 +223,7 @@ class Context:
         trace = ((key, item.trace[key]) for key in ("traceparent", "tracestate") if key in item.trace)
         self._metadata = (*(outer.invocation_metadata() or ()), *trace)
         self.requests = Inbox(parse, most_bytes=MOST_REQUESTS_BYTES)
-        self.end = OK, "", ""  # status, details and hint
+        self.end: dict[str, Any] = {"code": OK}  # the fields of the message
 
     def invocation_metadata(self) -> Any:
         """The link's, and the session's trace."""
@@ -233,7 +249,7 @@ class Context:
 
     async def abort(self, code: grpc.StatusCode, details: str, hints: Any = ()) -> None:
         """End the session so. Raises AbortError."""
-        self.end = code.value[0], details, dict(hints).get(RETRY_HINT, "")
+        self.end = {"code": code.value[0], "details": details, "retry_after_ms": dict(hints).get(RETRY_HINT, "")}
         raise grpc.aio.AbortError
 
 
@@ -241,10 +257,13 @@ class ServedLink:
     """A client's link as its server has it: a task for every session."""
 
     def __init__(
-        self, sessions: Mapping[str, Session], parsers: Mapping[str, Callable[[bytes], Any]], most: int
+        self, sessions: Mapping[str, Session], parsers: Mapping[str, Callable[[bytes], Any]], most: int, idle_s: float
     ) -> None:
-        """sessions, and what makes requests of bytes: by the names of methods. most: how many at once."""
-        self._sessions, self._parsers, self._most = sessions, parsers, most
+        """sessions, and what makes requests of bytes: by the names of methods. most: how many at once.
+
+        idle_s: without a message for so long a session ends.
+        """
+        self._sessions, self._parsers, self._most, self._idle_s = sessions, parsers, most, idle_s
         self._running: dict[int, tuple[Context, asyncio.Task[None]]] = {}
         self._outbox = Outbox()
 
@@ -274,6 +293,8 @@ class ServedLink:
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._look, writer, draining)
         if self._outbox.look():
             writer.cancel()
+        for session, _ in self._running.values():
+            session.requests.look(self._idle_s, draining.is_set())
         if draining.is_set() and not self._running:
             self._outbox.end()
 
@@ -324,11 +345,11 @@ class ServedLink:
         del self._running[number]
         session.requests.end()
         if task.cancelled():
-            session.end = CANCELLED, "the session was closed", ""
-        self._outbox.put(end_item(number, *session.end))
+            session.end = {"code": CANCELLED, "details": "the session was closed"}
+        self._outbox.put(control_item(session=number, end=session.end))
 
     def _refuse(self, number: int, code: grpc.StatusCode, details: str) -> None:
-        self._outbox.put(end_item(number, code.value[0], details))
+        self._outbox.put(control_item(session=number, end={"code": code.value[0], "details": details}))
 
 
 class LinkedCall:
@@ -356,7 +377,7 @@ class LinkedCall:
     async def done_writing(self) -> None:
         """Say that no message follows."""
         if not self._over.is_set():
-            self._link.outbox.put(end_item(self._number))
+            self._link.outbox.put(control_item(session=self._number, end={"code": OK}))
 
     async def read(self) -> Any:
         """The next message, grpc.aio.EOF at the end. Raises AioRpcError; CancelledError when it was cancelled here."""
@@ -394,7 +415,7 @@ class LinkedCall:
         self._leave(grpc.StatusCode.INTERNAL, details)
 
     def _leave(self, code: grpc.StatusCode, details: str) -> None:
-        self._link.outbox.put(end_item(self._number, CANCELLED))
+        self._link.outbox.put(control_item(session=self._number, end={"code": CANCELLED}))
         self.end(code, details)
 
     def end(self, code: grpc.StatusCode, details: str, hint: str = "") -> None:
@@ -441,7 +462,7 @@ class Link:
         """Begin a session of a method."""
         self._sessions += 1
         call = self.calls[self._sessions] = LinkedCall(self, self._sessions, serialize, deserialize)
-        self.outbox.put(begin_item(self._sessions, method, trace))
+        self.outbox.put(control_item(session=self._sessions, method=method, trace=trace))
         return call
 
     async def _run(self) -> None:

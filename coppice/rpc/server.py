@@ -11,8 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +28,13 @@ from prometheus_client import CollectorRegistry
 from coppice import failpoints
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
+from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Unavailable
 from coppice.limits import MESSAGE_BYTES, REQUEST_BYTES, Limits
 from coppice.rpc import tracing
-from coppice.rpc.access import Access, Clients, is_loopback, server_credentials
+from coppice.rpc.access import Access, Clients, Place, is_loopback, server_credentials
+from coppice.rpc.admission import Admission
 from coppice.rpc.directory import Registry
-from coppice.rpc.link import LINK, LINKED, Inbox, ServedLink
+from coppice.rpc.link import LINK, LINKED, ServedLink
 from coppice.stack.process import write_ready
 from coppice.telemetry import configure_logging, serve_metrics
 
@@ -55,7 +55,6 @@ PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 5000), ("grpc.keepaliv
 """channel arguments of every server: callers may ping a quiet connection this often"""
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _HEALTH_THREADS = 4
-_Status = health_pb2.HealthCheckResponse.ServingStatus
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
 
@@ -115,13 +114,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise ValueError("a number of more than ten bytes")
 
 
-async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, InvalidField):
-            raise request
-        yield request
-
-
 @contextlib.asynccontextmanager
 async def within(seconds: float | None, late: CoppiceError) -> AsyncIterator[None]:
     """Raise `late` when the block takes longer."""
@@ -134,6 +126,18 @@ async def within(seconds: float | None, late: CoppiceError) -> AsyncIterator[Non
         raise late from None
 
 
+async def _checked(requests: AsyncIterator[Any], wait_s: float) -> AsyncIterator[Any]:
+    """The requests of a call, each of which comes in time: gRPC's own wait has no bound."""
+    while True:
+        async with within(wait_s, Unavailable(f"no message for {wait_s:g} s")):
+            request = await anext(requests, None)
+        if request is None:
+            return
+        if isinstance(request, InvalidField):
+            raise request
+        yield request
+
+
 @contextlib.asynccontextmanager
 async def _read_out(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
     """Read what the caller still says when the answer is known, and only then let the call end.
@@ -141,17 +145,17 @@ async def _read_out(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
     gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. The last read ends
     with the call: grpc.aio never frees what belongs to a read that is cancelled (grpc/grpc#43360).
     """
+
+    async def drop() -> None:
+        # A reader of the service may still wait there; a read that the call's end meets raises, too.
+        with contextlib.suppress(RuntimeError, grpc.aio.BaseError):
+            async for _ in requests:
+                pass
+
     try:
         yield
     finally:
-        await asyncio.wait([asyncio.create_task(_drop(requests))], timeout=_LAST_WORDS_S)
-
-
-async def _drop(requests: AsyncIterator[Any]) -> None:
-    """Read to the end, unless a reader of the service still waits there; a read that the call's end meets raises."""
-    with contextlib.suppress(RuntimeError, grpc.aio.BaseError):
-        async for _ in requests:
-            pass
+        await asyncio.wait([asyncio.create_task(drop())], timeout=_LAST_WORDS_S)
 
 
 @contextlib.asynccontextmanager
@@ -184,7 +188,7 @@ class _HealthServicer(health.HealthServicer):  # type: ignore[misc]  # grpc_heal
     ) -> health_pb2.HealthCheckResponse:
         """The state of a service, or with no name that of the process."""
         if time.monotonic() - self.beat > (self._not_ready_s if request.service else NOT_ALIVE_S):
-            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+            return health_pb2.HealthCheckResponse(status="NOT_SERVING")
         return super().Check(request, context)
 
 
@@ -199,9 +203,9 @@ class Health:
         self.server = grpc.server(threads, options=PINGS, maximum_concurrent_rpcs=MOST_CALLS)
         self._servicer = _HealthServicer(threads, not_ready_s)
         self._beating: asyncio.Task[None] | None = None
-        self._states: dict[str, health_pb2.HealthCheckResponse] = {}
+        self._states: dict[str, str] = {}
         self._left = asyncio.Event()
-        self._under_way = Counter[str]()
+        self._places = {name: Admission(f"calls of {name}", MOST_CALLS, 0, 0) for name in ("Check", "Watch")}
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self.server)
 
     def start(self, *services: str) -> None:
@@ -223,16 +227,9 @@ class Health:
             self._beating.cancel()
         await asyncio.to_thread(self.server.stop(0).wait)
 
-    @contextlib.asynccontextmanager
-    async def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> Place:
         """Hold one of the places that a method has on the service port inside the block. Raises Overloaded."""
-        if self._under_way[method.name] >= MOST_CALLS:
-            raise Overloaded(f"{MOST_CALLS} calls of {method.name} are under way")
-        self._under_way[method.name] += 1
-        try:
-            yield
-        finally:
-            self._under_way[method.name] -= 1
+        return self._places[method.name].admit()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -240,20 +237,19 @@ class Health:
         """The state of a service, or with no name that of the process. Raises NotFound."""
         if request.service not in self._states:
             raise NotFound("no such service")
-        return self._states[request.service]
+        return health_pb2.HealthCheckResponse(status=self._states[request.service])
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The state of a service now, and when the server begins to drain; then the call ends."""
-        unknown = health_pb2.HealthCheckResponse(status=_Status.Value("SERVICE_UNKNOWN"))
-        yield self._states.get(request.service, unknown)
+        yield health_pb2.HealthCheckResponse(status=self._states.get(request.service, "SERVICE_UNKNOWN"))
         await self._left.wait()
-        yield self._states.get(request.service, unknown)
+        yield health_pb2.HealthCheckResponse(status=self._states.get(request.service, "SERVICE_UNKNOWN"))
 
     def _set(self, service: str, state: str) -> None:
-        self._states[service] = health_pb2.HealthCheckResponse(status=_Status.Value(state))
-        self._servicer.set(service, _Status.Value(state))
+        self._states[service] = state
+        self._servicer.set(service, health_pb2.HealthCheckResponse.ServingStatus.Value(state))
 
     async def _beat(self) -> None:
         while True:
@@ -280,45 +276,32 @@ class Door:
 
 def _guarded(method: MethodDescriptor, behaviour: Handler, door: Door, linked: bool = False) -> Handler:
     """Serve a call, or a session of a link, behind the door. All requests are read as streams, which are bounded."""
-    idle_s = door.limits.idle_s
-    message_s = min(idle_s, door.message_s)
-    is_link = method.name == LINK
+    idle_s, is_link = door.limits.idle_s, method.name == LINK
+    call_s, late = None if is_link else door.limits.call_s, f"a call ends after {door.limits.call_s:g} s"
+    wait_s = idle_s if method.client_streaming else min(idle_s, door.message_s)
 
-    @contextlib.asynccontextmanager
-    async def admitted(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        last_words = contextlib.nullcontext() if linked else _read_out(requests)
-        async with _guard(context, method.full_name), last_words, door.access.admit(method, context):
+    async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        async with contextlib.AsyncExitStack() as inside:
+            await inside.enter_async_context(_guard(context, method.full_name))
+            if not linked:
+                await inside.enter_async_context(_read_out(requests))
+            await inside.enter_async_context(door.access.admit(method, context))
             if door.full is not None and method.server_streaming:
                 door.full()
-            late = DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s")
-            with tracing.serving(method.full_name, context.invocation_metadata()):
-                async with within(None if is_link else door.limits.call_s, late):
-                    yield
-
-    async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        checked = requests if linked or is_link else _checked(requests)
-        if method.client_streaming:
-            return behaviour(checked, context)
-        async with within(message_s, Unavailable(f"no message for {message_s:g} s")):  # gRPC's own wait has no bound
-            request = await anext(checked, None)
-        if request is None:
-            raise InvalidField("request", "the call ended without a message")
-        return behaviour(request, context)
-
-    async def awaited(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        async with admitted(requests, context):
-            return await (await called(requests, context))
-
-    async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        async with admitted(requests, context), contextlib.aclosing(await called(requests, context)) as responses:
+            inside.enter_context(tracing.serving(method.full_name, context.invocation_metadata()))
+            await inside.enter_async_context(within(call_s, DeadlineExceeded(late)))
+            is_bounded = is_link or (linked and method.client_streaming)
+            request: Any = requests if is_bounded else _checked(requests, wait_s)
+            if not method.client_streaming and (request := await anext(request, None)) is None:
+                raise InvalidField("request", "the call ended without a message")
+            if is_link or not method.server_streaming:
+                return await behaviour(request, context)
+            responses = await inside.enter_async_context(contextlib.aclosing(behaviour(request, context)))
             async for response in responses:
-                if linked:
-                    await context.write(_serialize(response))
-                    continue
-                async with within(idle_s, Unavailable(f"the answer was not read for {idle_s:g} s")):
-                    await context.write(response)
+                async with within(None if linked else idle_s, Unavailable(f"the answer was not read for {idle_s:g} s")):
+                    await context.write(_serialize(response) if linked else response)
 
-    return stream if method.server_streaming and not is_link else awaited
+    return serve
 
 
 def _link(linked: Mapping[MethodDescriptor, Handler], door: Door) -> Handler:
@@ -328,7 +311,8 @@ def _link(linked: Mapping[MethodDescriptor, Handler], door: Door) -> Handler:
 
     async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         with door.links():
-            await ServedLink(sessions, parsers, most_calls(door.limits)).serve(requests, context, door.draining)
+            link = ServedLink(sessions, parsers, most_calls(door.limits), door.limits.idle_s)
+            await link.serve(requests, context, door.draining)
 
     return serve
 
@@ -384,60 +368,6 @@ def most_calls(limits: Limits) -> int:
     return lasting + _SHORT_CALLS + 2 * MOST_CALLS
 
 
-class StreamWaits:
-    """Ends streams that idle too long, and all waiting streams at once when the server drains."""
-
-    def __init__(self, idle_s: float, draining: asyncio.Event) -> None:
-        self.idle_s, self.draining = idle_s, draining
-        self._waiting: set[asyncio.Timeout] = set()
-
-    async def next(self, messages: AsyncIterator[T]) -> T | None:
-        """The next message, None at the stream's end. Raises Unavailable when idle too long or draining."""
-        if self.draining.is_set():
-            raise self._end()
-        try:
-            return await self._bounded(anext(messages, None))
-        except TimeoutError:
-            raise self._end() from None
-
-    async def listen(self, messages: Inbox, take: Callable[[Any], None]) -> None:
-        """As `Inbox.listen`; what is not answered may still be. Raises Unavailable when idle too long or draining."""
-        if self.draining.is_set():
-            raise self._end()
-        while True:
-            try:
-                return await self._bounded(messages.listen(take))
-            except TimeoutError:
-                idle_s = asyncio.get_running_loop().time() - messages.latest
-                if not messages.is_busy and (self.draining.is_set() or idle_s >= self.idle_s):
-                    raise self._end() from None
-
-    async def _bounded(self, waiting: Awaitable[T]) -> T:
-        """Wait until the server drains at most, or for as long as a stream may idle. Raises TimeoutError."""
-        async with asyncio.timeout(self.idle_s) as wait:
-            self._waiting.add(wait)
-            try:
-                return await waiting
-            finally:
-                self._waiting.discard(wait)
-
-    def _end(self) -> Unavailable:
-        return Unavailable("the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s")
-
-    def answered(self, messages: Inbox) -> None:
-        """Note that what came is answered: while the server drains, nothing more is taken."""
-        messages.answered()
-        if self.draining.is_set():
-            messages.end(self._end())
-
-    async def end_on_drain(self) -> None:
-        """Wait for the drain and end every waiting stream; run this as a task beside the server."""
-        await self.draining.wait()
-        for wait in self._waiting:
-            if not wait.expired():  # else it refuses already
-                wait.reschedule(asyncio.get_running_loop().time())
-
-
 class Serving:
     """A running server: its addresses, its health, and its end."""
 
@@ -455,7 +385,6 @@ class Serving:
         self.server = grpc.aio.server(options=server_options(limits, role), maximum_concurrent_rpcs=most_calls(limits))
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()  # set to end it, as SIGTERM does
-        self.waits = StreamWaits(limits.idle_s, self.draining)
         self.links: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """counts links, as a Door's"""
         self.address = ""
@@ -497,8 +426,7 @@ class Serving:
     async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
         """Serve until SIGTERM, SIGINT or `failed`, then let sessions end and stop; returns the process's exit code."""
         failed = failed or asyncio.Event()
-        ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (self.leaving, failed)]
-        background = [asyncio.create_task(self.waits.end_on_drain()), *ends]
+        ends = [asyncio.create_task(event.wait()) for event in (self.leaving, failed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self.leaving.set()
         await asyncio.gather(*self._registered, return_exceptions=True)
@@ -506,7 +434,7 @@ class Serving:
         self.health.not_ready(*self._services)
         await self.server.stop(self.settings.grace_s)
         await self.health.stop()
-        for task in background:
+        for task in ends:
             task.cancel()
         log.info("stopped", role=self.role)
         return 1 if failed.is_set() else 0

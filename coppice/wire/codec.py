@@ -49,11 +49,6 @@ class Among(NamedTuple):
 
     choices: tuple[str, ...]
 
-    def __call__(self, field: str, text: str) -> None:
-        """Raise InvalidField unless it is."""
-        if text not in self.choices:
-            raise InvalidField(field, f"{text[:32]!r} is not one of {', '.join(filter(None, self.choices))}")
-
 
 class Conversion(NamedTuple):
     """How a field is written and read that is not the same in both."""
@@ -97,32 +92,24 @@ class Codec(Generic[T]):
         self._values, self._plain = _getter(self._sent), _getter(self._names)
         self.notes: dict[str, list[Any]] = {}  # what bounds each field
         self._within: list[tuple[int, float, float]] = []
-        self._each: list[tuple[int, float, float]] = []
         self._lengths: list[tuple[int, int, int]] = []
-        self._checks: list[tuple[int, Callable[[str, Any], None]]] = []
-        self._parallel: list[tuple[int, str, bool]] = []
+        self._checks: list[tuple[int, Callable[[str, Any, Any], object]]] = []  # of a field's name, value and message
         self._reads: list[tuple[int, Callable[[Any, str, str], Any]]] = []
         self._writes: list[tuple[str, Callable[[Any], Any]]] = []
         hints = typing.get_type_hints(value, include_extras=True)
         for at, part in enumerate(own):
-            described_field = described[part.name]
             hint, optional, notes = _unpack(hints[part.name])
             self.notes[part.name] = notes
-            conversion = _conversion(hint, optional, described_field)
+            conversion = _conversion(hint, optional, described[part.name])
             for note in notes:
-                match note:
-                    case Within(low, high) if described_field.is_repeated:
-                        self._each.append((at, low, high))
-                    case Within(low, high):
-                        self._within.append((at, low, high))
-                    case Length(low, high):
-                        self._lengths.append((at, low, high))
-                    case AsLongAs(longest):
-                        self._parallel.append((at, longest, part.default is not MISSING))
-                    case Conversion():
-                        conversion = note
-                    case check:
-                        self._checks.append((at, check))
+                if isinstance(note, Conversion):
+                    conversion = note
+                elif isinstance(note, Length):
+                    self._lengths.append((at, *note))
+                elif isinstance(note, Within) and not described[part.name].is_repeated:
+                    self._within.append((at, *note))
+                else:
+                    self._checks.append((at, _check(note, part.default is not MISSING)))
             if conversion:
                 self._reads.append((at, conversion.read))
             if conversion and conversion.write:
@@ -149,15 +136,8 @@ class Codec(Generic[T]):
         for at, least, most in self._lengths:
             if not least <= len(values[at]) <= most:
                 limits.check_count(path + names[at], len(values[at]), least, most)
-        for at, low, high in self._each:
-            if values[at]:
-                check_each(path + names[at], values[at], low, high)
         for at, check in self._checks:
-            check(path + names[at], values[at])
-        for at, longest, may_be_empty in self._parallel:
-            length, count = len(values[at]), len(getattr(message, longest))
-            if length != count and (length or not may_be_empty):
-                limits.check_count(path + names[at], length, count, count)
+            check(path + names[at], values[at], message)
         for at, read in self._reads:
             values[at] = read(message, names[at], path)
         make: Callable[..., T] = self.value
@@ -203,12 +183,26 @@ def varint(number: int) -> bytes:
     return bytes(digits)
 
 
-def check_each(field: str, values: Any, low: float, high: float) -> None:
-    """Raise InvalidField unless all numbers of a repeated field, which is not empty, are within bounds."""
-    # A comparison may not see NaN, a sum does.
-    if low <= min(values) and max(values) <= high and not math.isnan(sum(values)):
-        return
-    limits.check_range(field, next(value for value in values if not low <= value <= high), low, high)
+def _check(note: Any, may_be_empty: bool) -> Callable[[str, Any, Any], object]:
+    """What refuses a field, by its name, its value and its message. may_be_empty: as `AsLongAs` says."""
+
+    def check(field: str, value: Any, message: Any) -> None:
+        match note:
+            case Within(low, high):
+                # A comparison may not see NaN, a sum does.
+                if value and not (low <= min(value) and max(value) <= high and not math.isnan(sum(value))):
+                    limits.check_range(field, next(each for each in value if not low <= each <= high), low, high)
+            case AsLongAs(longest):
+                count = len(getattr(message, longest))
+                if value or not may_be_empty:
+                    limits.check_count(field, len(value), count, count)
+            case Among(choices):
+                if value not in choices:
+                    raise InvalidField(field, f"{value[:32]!r} is not one of {', '.join(filter(None, choices))}")
+            case _:
+                note(field, value)
+
+    return check
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -246,14 +240,6 @@ def _conversion(hint: Any, optional: bool, field: Any) -> Conversion | None:
             lambda values: [inner.fields(value) for value in values],
             lambda owner, name, path: container(inner.read(each, f"{path}{name}.") for each in getattr(owner, name)),
         )
-    if inner:
-
-        def read_inner(owner: Any, name: str, path: str) -> Any:
-            if optional and not owner.HasField(name):
-                return None
-            return inner.read(getattr(owner, name), f"{name}." if name in NAMED_ALONE else f"{path}{name}.")
-
-        return Conversion(inner.fields, read_inner)
     if container is np.ndarray:
         dtype = typing.get_args(typing.get_args(hint)[1])[0]
 
@@ -265,6 +251,13 @@ def _conversion(hint: Any, optional: bool, field: Any) -> Conversion | None:
     if field.is_repeated:
         write = sorted if container is frozenset else None
         return Conversion(write, lambda owner, name, path: container(getattr(owner, name)))
-    if optional:
-        return Conversion(None, lambda owner, name, path: getattr(owner, name) if owner.HasField(name) else None)
-    return None
+    if not (inner or optional):
+        return None
+
+    def read(owner: Any, name: str, path: str) -> Any:
+        if optional and not owner.HasField(name):
+            return None
+        value = getattr(owner, name)
+        return inner.read(value, f"{'' if name in NAMED_ALONE else path}{name}.") if inner else value
+
+    return Conversion(inner.fields if inner else None, read)

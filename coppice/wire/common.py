@@ -1,7 +1,7 @@
 """Types of bounded fields, and the messages that more than one service speaks."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -121,10 +121,7 @@ class Rejection:
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    fields = dict(params)
-    if "seed" not in params.model_fields_set:
-        del fields["seed"]
-    return fields
+    return {name: value for name, value in params if name != "seed" or name in params.model_fields_set}
 
 
 def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
@@ -147,27 +144,18 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
         limits.check_ids("sampling.logit_bias", list(params.logit_bias), vocab_size)
 
 
-def _tree_fields(tree: DraftTree) -> dict[str, Any]:
-    return {"tokens": tree.tokens.tolist(), "parents": tree.parents.tolist(), "log_probs": tree.log_probs.tolist()}
-
-
 def _read_tree(owner: Any, name: str, path: str) -> DraftTree:
     """An unjudged DraftTree whose three lists are equally long."""
     message = getattr(owner, name)
-    count = len(message.tokens)
-    limits.check_count(f"{path}{name}.tokens", count, 0, limits.MAX_TREE_NODES)
-    if len(message.parents) != count or len(message.log_probs) != count:
+    tokens, parents, log_probs = message.tokens, message.parents, message.log_probs
+    limits.check_count(f"{path}{name}.tokens", len(tokens), 0, limits.MAX_TREE_NODES)
+    if not len(tokens) == len(parents) == len(log_probs):
         raise InvalidField(path + name, "tokens, parents and log_probs differ in length")
-    return DraftTree(
-        array(message.tokens, np.int64), array(message.parents, np.int64), array(message.log_probs, np.float32)
-    )
+    return DraftTree(array(tokens, np.int64), array(parents, np.int64), array(log_probs, np.float32))
 
 
 def rows_of(tree: str) -> Conversion:
     """Float32 rows (n, vocab) as little-endian bytes, one row for each node of the field `tree`."""
-
-    def write(rows: NDArray[np.float32]) -> bytes:
-        return rows.astype("<f4").tobytes()
 
     def read(owner: Any, name: str, path: str) -> NDArray[np.float32] | None:
         if not owner.HasField(name):
@@ -177,11 +165,14 @@ def rows_of(tree: str) -> Conversion:
             raise InvalidField(path + name, f"{len(data)} bytes are not {nodes} equal float32 rows")
         return np.frombuffer(data, dtype="<f4").reshape(nodes, -1)
 
-    return Conversion(write, read)
+    return Conversion(lambda rows: rows.astype("<f4").tobytes(), read)
 
 
 Sampling = Annotated[SamplingParams, Conversion(_sampling_fields, _read_sampling)]
-Tree = Annotated[DraftTree, Conversion(_tree_fields, _read_tree)]
+Tree = Annotated[
+    DraftTree,
+    Conversion(lambda tree: {name: getattr(tree, name).tolist() for name in DraftTree.__slots__}, _read_tree),
+]
 DefaultPenalty = Annotated[
     float,
     Within(0, limits.MAX_REPETITION_PENALTY),
@@ -193,9 +184,9 @@ DefaultPenalty = Annotated[
 read_frame: Callable[[bytes], Any] = common.Frame.FromString
 
 
-def begin_item(session: int, method: str, trace: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The first item of a session, as a part of a frame."""
-    return _element(common.Item(session=session, method=method, trace=trace))
+def control_item(**fields: Any) -> tuple[bytes, ...]:
+    """An item that begins or ends a session, by the names of its fields, as a part of a frame."""
+    return (common.Frame(items=[common.Item(**fields)]).SerializeToString(),)
 
 
 def message_item(session: int, *message: bytes) -> tuple[bytes, ...]:
@@ -203,13 +194,3 @@ def message_item(session: int, *message: bytes) -> tuple[bytes, ...]:
     size = sum(map(len, message))
     header = b"\x08" + varint(session) + b"\x22" + varint(size)  # Item.session and Item.message
     return b"\x0a" + varint(len(header) + size) + header, *message  # of Frame.items
-
-
-def end_item(session: int, code: int = 0, details: str = "", retry_after_ms: str = "") -> tuple[bytes, ...]:
-    """A side's last item of a session, as a part of a frame: the number of a gRPC status, and what it says."""
-    end = common.End(code=code, details=details, retry_after_ms=retry_after_ms)
-    return _element(common.Item(session=session, end=end))
-
-
-def _element(item: common.Item) -> tuple[bytes, ...]:
-    return (common.Frame(items=[item]).SerializeToString(),)

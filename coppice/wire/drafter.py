@@ -157,18 +157,14 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
         limits.check_ids("open.ids", request.ids, vocab_size)
         limits.check_ids("open.prediction", request.prediction, vocab_size)
         common.check_bias(request.sampling, vocab_size)
-        _check_followed("open.features", request.features)
+        field, features = "open.features", request.features
     else:
         limits.check_ids("step.root", [request.root], vocab_size)
         limits.check_ids("step.advance.ids", request.advance.ids, vocab_size)
-        _check_followed("step.advance.features", request.advance.features)
-    return request
-
-
-def _check_followed(field: str, features: common.Features | None) -> None:
-    """Raise InvalidField for inline rows: they come from the verifier's session that a client names."""
-    if features is not None and features.inline is not None:
+        field, features = "step.advance.features", request.advance.features
+    if features is not None and features.inline is not None:  # they come from the verifier that the session follows
         raise InvalidField(field, "holds rows; name the session of a verifier to follow")
+    return request
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> bytes:

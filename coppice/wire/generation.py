@@ -47,29 +47,21 @@ class ChatMessage:
         return fields | ({"tool_calls": json.loads(self.tool_calls)} if self.tool_calls else {})
 
 
-def _wrapped_ids(least: int) -> Conversion:
-    """Ids in a message of their own, at least so many."""
+def _wrapped(inner: str, least: int, most: int, field: str = "") -> Conversion:
+    """Ids, or messages of a chat, in a message of their own. field: what a refusal names, if not the field itself."""
+    message = codec(ChatMessage)
 
-    def read(owner: Any, name: str, path: str) -> tuple[int, ...] | None:
+    def read(owner: Any, name: str, path: str) -> tuple[Any, ...] | None:
         if not owner.HasField(name):
             return None
-        ids = getattr(owner, name).ids
-        limits.check_count(path + name, len(ids), least, limits.MAX_CONTEXT)
-        return tuple(ids)
+        values = getattr(getattr(owner, name), inner)
+        limits.check_count(field or path + name, len(values), least, most)
+        return tuple(message.read(value, f"{field}.") for value in values) if field else tuple(values)
 
-    return Conversion(lambda ids: {"ids": ids}, read)
-
-
-def _chat_fields(chat: tuple[ChatMessage, ...]) -> dict[str, Any]:
-    return {"messages": list(map(codec(ChatMessage).fields, chat))}
+    return Conversion(lambda values: {inner: [*map(message.fields, values)] if field else values}, read)
 
 
-def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | None:
-    if not owner.HasField(name):
-        return None
-    messages = owner.chat.messages
-    limits.check_count("chat.messages", len(messages), 1, limits.MAX_CHAT_MESSAGES)
-    return tuple(codec(ChatMessage).read(message, "chat.messages.") for message in messages)
+_CHAT = _wrapped("messages", 1, limits.MAX_CHAT_MESSAGES, "chat.messages")
 
 
 @carried_by(generation.GenerateRequest)
@@ -77,8 +69,8 @@ class GenerationRequest:
     """One request. Exactly one of text, ids and chat is set; budget None and policy "" mean the server's defaults."""
 
     text: str | None = None
-    ids: Annotated[tuple[int, ...] | None, _wrapped_ids(1)] = None
-    chat: Annotated[tuple[ChatMessage, ...] | None, Conversion(_chat_fields, _read_chat)] = None
+    ids: Annotated[tuple[int, ...] | None, _wrapped("ids", 1, limits.MAX_CONTEXT)] = None
+    chat: Annotated[tuple[ChatMessage, ...] | None, _CHAT] = None
     resume_ids: Annotated[tuple[int, ...], common.ANYWHERE] = ()
     sampling: common.Sampling = field(default_factory=SamplingParams)
     max_new_tokens: int = 0
@@ -92,7 +84,7 @@ class GenerationRequest:
     want_prompt_log_probs: bool = False
     min_tokens: common.Position = 0
     prediction_text: str | None = None
-    prediction_ids: Annotated[tuple[int, ...] | None, _wrapped_ids(0)] = None
+    prediction_ids: Annotated[tuple[int, ...] | None, _wrapped("ids", 0, limits.MAX_CONTEXT)] = None
     """what the answer is expected to be, as text or as ids; not both"""
     grammar: common.Grammar | None = None
     """what the whole answer must be"""
@@ -152,8 +144,7 @@ class StepTree:
     """from the verifier's question to its answer"""
 
 
-def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
-    return tuple(map(Origin, getattr(owner, name)))
+_ORIGINS = Conversion(None, lambda owner, name, path: tuple(map(Origin, getattr(owner, name))))
 
 
 @carried_by(generation.Chunk)
@@ -162,7 +153,7 @@ class Chunk:
 
     text: str
     ids: tuple[int, ...]
-    origins: Annotated[tuple[Origin, ...], Within(1, 2), AsLongAs("ids"), Conversion(None, _read_origins)]
+    origins: Annotated[tuple[Origin, ...], Within(1, 2), AsLongAs("ids"), _ORIGINS]
     pieces: Annotated[tuple[str, ...], AsLongAs("ids")]
     log_probs: Annotated[tuple[float, ...], AsLongAs("ids")] = ()
     tree: StepTree | None = None
@@ -196,19 +187,13 @@ class Timings:
     split_ns: list[int] = field(default_factory=list)
 
 
-_REASONS: dict[FinishReason, int] = {
-    "eos": generation.FINISH_REASON_EOS,
-    "stop": generation.FINISH_REASON_STOP,
-    "length": generation.FINISH_REASON_LENGTH,
-}
-_REASON_NAMES = {number: name for name, number in _REASONS.items()}
+_REASONS: tuple[FinishReason, ...] = ("eos", "stop", "length")  # as the message numbers them, from 1
 
 
 def _read_reason(owner: Any, name: str, path: str) -> FinishReason:
-    number = getattr(owner, name)
-    if number not in _REASON_NAMES:
-        raise InvalidField(path + name, f"{number} is no reason")
-    return _REASON_NAMES[number]
+    number: int = getattr(owner, name)
+    limits.check_range(path + name, number, 1, len(_REASONS))
+    return _REASONS[number - 1]
 
 
 @carried_by(generation.Finished, frozen=False)
@@ -218,7 +203,7 @@ class Finished:
     `resumed`: how often the client went on with another server; lists and timings are then of the last one alone.
     """
 
-    finish_reason: Annotated[FinishReason, Conversion(_REASONS.__getitem__, _read_reason)]
+    finish_reason: Annotated[FinishReason, Conversion(lambda reason: _REASONS.index(reason) + 1, _read_reason)]
     prompt_tokens: int
     new_tokens: int
     accept_lengths: list[int]
@@ -299,18 +284,16 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     common.check_bias(request.sampling, vocab_size)
     if request.resume_ids and request.sampling.temperature and not message.sampling.HasField("seed"):
         raise InvalidField("sampling.seed", "is missing: resume_ids need the seed of `started`")
-    limits.check_ids("resume_ids", request.resume_ids, vocab_size)
-    limits.check_ids("ids", request.ids or (), vocab_size)
+    for name in ("ids", "resume_ids", "stop_token_ids"):
+        limits.check_ids(name, getattr(request, name) or (), vocab_size)
     limits.check_ids("prediction", request.prediction_ids or (), vocab_size)
-    limits.check_ids("stop_token_ids", request.stop_token_ids, vocab_size)
     limits.check_range("prediction", len(request.prediction_text or ""), 0, limits.MAX_PROMPT_CHARS)
     if request.text is not None:
         limits.check_range("text", len(request.text), 1, limits.MAX_PROMPT_CHARS)
     if request.chat is not None:
         characters = sum(len(text) for part in request.chat for text in astuple(part))
         limits.check_range("chat.messages", characters, 0, limits.MAX_PROMPT_CHARS)
-    pq = message.accept_rule == generation.ACCEPT_RULE_PQ
-    return replace(request, pq=pq, coupled=not message.uncoupled)
+    return replace(request, pq=message.accept_rule == generation.ACCEPT_RULE_PQ, coupled=not message.uncoupled)
 
 
 def read_response(message: generation.GenerateResponse) -> Started | Chunk | Finished:

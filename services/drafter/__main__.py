@@ -24,7 +24,7 @@ async def serve(settings: Settings) -> int:
     serving = Serving(settings, "drafter", registries=registries)
     metrics = SessionMetrics("drafter")
     serving.links = metrics.links.track_inprogress
-    async with drafting({name: settings}, serving, metrics) as servicer:
+    async with drafting({name: settings}, metrics) as servicer:
         await serving.start({drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: servicer}, metrics.registry)
         return await serving.until_stopped(servicer.workers[name].failed)
 

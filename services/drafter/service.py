@@ -27,7 +27,7 @@ from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD, Dialer, Stub
 from coppice.rpc.directory import Directory, directory
 from coppice.rpc.link import Context, Inbox
-from coppice.rpc.server import Serving, StreamWaits, within
+from coppice.rpc.server import within
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
@@ -354,9 +354,9 @@ class Following:
 class DrafterServicer:
     """Checks what comes in, hands it to a head's worker, sends what comes back."""
 
-    def __init__(self, workers: Mapping[str, Worker], limits: Limits, waits: StreamWaits, verifiers: Verifiers) -> None:
+    def __init__(self, workers: Mapping[str, Worker], limits: Limits, verifiers: Verifiers) -> None:
         """workers: of the heads, by their pools' names."""
-        self.workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
+        self.workers, self._limits, self._verifiers = workers, limits, verifiers
 
     def _named(self, context: grpc.aio.ServicerContext) -> str:
         """The head that a call's metadata name, or the only one. Raises InvalidField, Unavailable."""
@@ -372,7 +372,7 @@ class DrafterServicer:
 
     async def Draft(self, requests: Inbox, context: Context) -> AsyncIterator[Any]:
         """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
-        message = await self._waits.next(requests)
+        message = await anext(requests, None)
         if message is None:
             return
         worker = self.workers[self._named(context)]
@@ -404,7 +404,7 @@ class DrafterServicer:
                     _add_draft(trace, delta, *session.drafting, woken, encoded)
                 if delta.last and delta.fence.step == session.newest:
                     session.newest = None
-                    self._waits.answered(requests)
+                    requests.answered()
             elif isinstance(part, Exception):
                 requests.end(part)
 
@@ -414,7 +414,7 @@ class DrafterServicer:
             if trace is not None:
                 trace.add("open", began, time.perf_counter_ns())
             session.answer = answer
-            await self._waits.listen(requests, take)
+            await requests.listen(take)
         finally:
             following.close()
             worker.close(session)
@@ -468,14 +468,14 @@ class DrafterServicer:
     async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
         """The next message; None at the end. Raises Unavailable when none comes for a while."""
         async with within(PART_S, Unavailable(f"no part for {PART_S:g} s")):
-            message = await self._waits.next(messages)
+            message = await anext(messages, None)
         return None if message is None else drafter.read_weights(message)
 
     async def _drop(self, messages: AsyncIterator[Any]) -> None:
         """Read what still comes. A sender whose write fails reports that, and not the status that we end with."""
         with contextlib.suppress(TimeoutError, CoppiceError):
             async with asyncio.timeout(DROP_S):
-                while await self._waits.next(messages) is not None:
+                async for _ in messages:
                     pass
 
 
@@ -492,7 +492,6 @@ def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int,
 @contextlib.asynccontextmanager
 async def drafting(
     each: Mapping[str, Settings],
-    serving: Serving,
     metrics: SessionMetrics,
     verifier: LocalVerifier | None = None,
     host: BatchingThread | None = None,
@@ -517,7 +516,7 @@ async def drafting(
     if sends:
         producer.start()
     try:
-        yield DrafterServicer(workers, settings.limits, serving.waits, verifiers)
+        yield DrafterServicer(workers, settings.limits, verifiers)
     finally:
         if watching:
             watching.cancel()

@@ -53,13 +53,13 @@ async def serve(settings: Settings) -> int:
     serving.others["memory"] = worker.engine.memory
     async with AsyncExitStack() as stack:
         stack.push_async_callback(worker.stop)
-        servicer = VerifierServicer(settings, worker, serving.waits)
+        servicer = VerifierServicer(settings, worker)
         servicers: dict[ServiceDescriptor, object]
         servicers = {verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]: servicer}
         if heads:
             from ..drafter.service import drafting
 
-            drafters = drafting(heads, serving, SessionMetrics("drafter", metrics.registry), worker, worker)
+            drafters = drafting(heads, SessionMetrics("drafter", metrics.registry), worker, worker)
             service = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
             servicers[service] = await stack.enter_async_context(drafters)
         await serving.start(servicers, metrics.registry)

@@ -14,7 +14,6 @@ from coppice.limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
 from coppice.rpc.link import Context, Inbox
-from coppice.rpc.server import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
@@ -28,8 +27,8 @@ MOST_WAITING = 8 << 20  # bytes that a link has still to write, beyond which it 
 class VerifierServicer:
     """Checks what comes in, hands it to the worker, sends what comes back."""
 
-    def __init__(self, settings: Settings, worker: Worker, waits: StreamWaits) -> None:
-        self.settings, self.worker, self.info, self.waits = settings, worker, worker.engine.info, waits
+    def __init__(self, settings: Settings, worker: Worker) -> None:
+        self.settings, self.worker, self.info = settings, worker, worker.engine.info
         self.max_len = self.info.context.served(settings.verifier.kv_tokens).tokens
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
@@ -37,7 +36,7 @@ class VerifierServicer:
         self._opened = self._closed = 0
 
     async def Verify(self, requests: Inbox, context: Context) -> AsyncIterator[Any]:
-        message = await self.waits.next(requests)
+        message = await anext(requests, None)
         if message is None:
             return
         arrived, first = time.perf_counter_ns(), self._read(message)
@@ -71,12 +70,12 @@ class VerifierServicer:
                     message = verifier.verify_response_to_wire(verdict).SerializeToString()
                     encoded = time.perf_counter_ns()
                     context.send(message)
-                    self.waits.answered(requests)
+                    requests.answered()
                     if trace is not None and trace.samples(number):
                         facts = {"step": number, "accepted": len(verdict.accepted)}
                         _add(trace, "step", arrived, verdict.timings, woken, encoded, **facts)
 
-                await self.waits.listen(requests, take)
+                await requests.listen(take)
             finally:
                 self._closed += 1
                 self.worker.close(key)

@@ -138,12 +138,12 @@ def alarms(head: Eagle3Head, draws: Draws, most: int) -> tuple[int, list[Any], f
     metrics = OrchestratorMetrics()
     pool = HeadPool("tiny", ["127.0.0.1:1"], Dialer(), metrics, 8, VOCAB)
     (replica,) = pool.replicas
-    replica.watch = AcceptanceWatch(head.description.expected_acceptance)
+    watch = pool.watches[replica] = AcceptanceWatch(head.description.expected_acceptance)
     at = 0
     with capture_logs() as logs:
         for step, (path, version) in zip(range(1, most + 1), draws, strict=False):
             pool.judge(replica, path, version)
-            at = at or step * replica.watch.suspect
+            at = at or step * watch.suspect
     lines = [line for line in logs if line["event"] == "head drafts far below what is expected of it"]
     return at, lines, metrics.registry.get_sample_value("coppice_head_suspect", {"head": "tiny"}) or 0.0
 

@@ -32,7 +32,6 @@ from coppice.engine.engine import Engine
 from coppice.errors import StaleFence, Unavailable
 from coppice.heads.base import served_head
 from coppice.rpc.channels import Dialer
-from coppice.rpc.server import StreamWaits
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics, configure_logging
@@ -114,7 +113,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[tup
             worker = Verifier(settings.verifier, SessionMetrics("verifier"))
             await worker.start()
             close.push_async_callback(worker.stop)
-            servicer = VerifierServicer(settings, worker, StreamWaits(60.0, asyncio.Event()))
+            servicer = VerifierServicer(settings, worker)
             at.append((await close.enter_async_context(server_of(SERVICES["verifier"], servicer))).address)
         for name, path in heads.items():
             drafter = settings.drafter.model_copy(update={**told, "name": name, "kind": "lm", "path": str(path)})

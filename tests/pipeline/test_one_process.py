@@ -23,7 +23,6 @@ from coppice.client.client import Client
 from coppice.config.sections import SERVICES
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
@@ -183,7 +182,7 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
     stack: Stack, shared_redis: LocalRedis, client: Client, name: str
 ) -> None:
     def listed() -> list[bool]:
-        keys = [registry_key("verifier", ""), *(registry_key("drafter", head) for head in HEADS)]
+        keys = ["coppice:directory:verifier:", *(f"coppice:directory:drafter:{head}" for head in HEADS)]
         return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
 
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)

@@ -19,7 +19,7 @@ from coppice.config.sections import DirectorySettings, ServerSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, directory, own_registries, registry_key
+from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, directory, own_registries
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
@@ -101,7 +101,7 @@ async def test_replicas_register_where_a_registry_was_away(redis: LocalRedis, mo
         assert await holds(lambda: told[-1:] == [addresses])
 
     junk = {"unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"}
-    client_of(redis).zadd(registry_key("drafter", "block"), junk)
+    client_of(redis).zadd("coppice:directory:drafter:block", junk)
     crashing = registered("b:2")
     others = [registered("a:1"), registered("d:4", pool="other"), registered("e:5", "verifier")]
     async with running(directory(["redis"], "drafter", "block", redis.url, "pool")) as told:
@@ -117,7 +117,7 @@ async def test_replicas_register_where_a_registry_was_away(redis: LocalRedis, mo
         assert await where.look() == []
         await asyncio.sleep(1)
         assert told[-1] == ("a:1", "c:3")  # a registry that names nobody may have been flushed
-    await where.close()
+    await where._connection.close()
 
 
 @pytest.mark.parametrize("place", ["", "host", "host:0", "host:65536", "http://host:1", "fd00::1:5", "dns:host"])
@@ -157,7 +157,7 @@ async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) ->
 
 
 async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: LocalRedis) -> None:
-    key, refusing = registry_key("drafter", "block"), list[bool]()
+    key, refusing = "coppice:directory:drafter:block", list[bool]()
 
     class Noticed(Registry):
         async def keep(self, address: str, leaving: asyncio.Event) -> None:

@@ -17,7 +17,7 @@ from coppice.rpc.channels import CHANNEL_OPTIONS, Dialer, Stub
 from coppice.rpc.server import Door, add_service
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2 import DraftRequest, DraftResponse
-from coppice.wire.common import begin_item, message_item
+from coppice.wire.common import control_item, message_item
 from tests.processes import until
 
 SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
@@ -191,7 +191,7 @@ async def test_a_client_that_reads_nothing_loses_its_link(monkeypatch: pytest.Mo
     monkeypatch.setattr(link, "STUCK_S", 0.3)
     async with serving() as (echo, _, _, address), grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(f"/{SERVICE.full_name}/Link")()
-        await call.write(b"".join(begin_item(1, "Draft", {})))
+        await call.write(b"".join(control_item(session=1, method="Draft")))
         for _ in range(8):
             await call.write(b"".join(message_item(1, saying(500).SerializeToString())))
         await until(lambda: echo.open == 1)

@@ -100,7 +100,7 @@ def same(path: Path, messages: Sequence[ChatMessage]) -> None:
         assert refused.value.field == "chat.messages"
         assert reason.partition("\n")[0] in str(refused.value)
         return
-    assert ChatTemplate.is_in(path)
+    assert ChatTemplate.source(path)
     assert ChatTemplate(path).render(messages) == expected
 
 
@@ -199,7 +199,7 @@ def test_a_template_that_fails_refuses_chats(target: Path, tmp_path: Path, case:
 @pytest.mark.parametrize("config", ['{"chat_template": ', '{"chat_template": "x", "bos_token": 3}', "[]"])
 def test_a_config_of_the_tokenizer_that_cannot_be_read_refuses_chats(target: Path, tmp_path: Path, config: str) -> None:
     path = folder(target, tmp_path, None if "chat" in config else "x", **{"tokenizer_config.json": config})
-    assert ChatTemplate.is_in(path)
+    assert ChatTemplate.source(path)
     with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
         ChatTemplate(path).render(turns("Hi"))
     assert len(TextCodec(path).encode("Hi")) == 2

@@ -31,7 +31,7 @@ from tests.recorder import server_of
 async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(targets.time, "monotonic", lambda: now)
-    replica = Replica("127.0.0.1:1", Dialer())
+    replica = Replica("127.0.0.1:1", Dialer(), verifier_pb2)
     pauses = []
     for well_s in (0.0, 0.1, 0.1, 9.0, 11.0):
         now = max(now, replica.cooling_until) + well_s

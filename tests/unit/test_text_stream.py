@@ -252,11 +252,11 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
 def test_a_chunk_goes_out_every_so_many_steps_and_at_the_end(trees: bool) -> None:
     chunks: list[Chunk] = []
     request = GenerationRequest(text="a", max_new_tokens=9, want_trees=trees)
-    output = Output(request, TextStream(TokenBytes(None)), frozenset(), chunks.append, 3)
+    output = Output(request, TokenBytes(None), frozenset(), chunks.append, 3)
     step = Step(1, None, [])
     step.verdict = Verdict(Fence(1, 1, 0), (), None, VerifyTimings())
     for token in range(9):
-        output.commit([], (token, 0.0), ())
+        output.commit((token,), 0, (0.0,), ())
         output.flush(step if token else None)
     together = [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,)] if trees else [(1, 2, 3), (4, 5, 6), (7, 8)]
     assert [chunk.ids for chunk in chunks] == [(0,), *together]
@@ -266,13 +266,10 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
     """An answer of these ids."""
     chunks: list[Chunk] = []
     request = GenerationRequest(text="a", max_new_tokens=len(tokens), want_log_probs=True, **told)
-    stream = TextStream(
-        made(family)[1], request.stop, request.min_tokens, request.include_stop, request.keep_special_tokens
-    )
-    output = Output(request, stream, ends, chunks.append)
+    output = Output(request, made(family)[1], ends, chunks.append)
     for token in tokens:
         if output.finish is None:
-            output.commit([], (token, -1.0), ())
+            output.commit((token,), 0, (-1.0,), ())
             output.flush(None)
     return chunks, output
 
