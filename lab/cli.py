@@ -26,7 +26,7 @@ from coppice.limits import MAX_TREE_NODES, Limits
 from coppice.machine import usable_cores
 from coppice.prompts import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER
-from coppice.stack.redis_server import find_server
+from coppice.stack.process import find_redis
 from coppice.stack.spec import StackSpec
 from coppice.wire.generation import Chunk, Origin
 from lab.adapt import lanes_of, report_lanes, run_lanes
@@ -201,7 +201,7 @@ def demo(
     console, cores = Console(), usable_cores()  # the adapter does not train here
     spec = stack_spec(target, heads, dtype="float32", policy="route", budget=DEMO_BUDGET, verifier_threads=cores)
     adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
-    spec = replace(spec, adapt=adaptable and find_server() is not None)
+    spec = replace(spec, adapt=adaptable and find_redis() is not None)
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")

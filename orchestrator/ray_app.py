@@ -167,7 +167,7 @@ class ServiceReplica:
 
     def check_health(self) -> None:
         """Raises ProcessFailed when the process has ended or says that it does not serve: Serve replaces it."""
-        self._process.check_health(_ANSWER_S)
+        self._process.check(_ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_sessions` is told: sessions; an orchestrator's requests, waiting ones too. Raises OSError."""

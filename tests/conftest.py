@@ -11,7 +11,7 @@ import pytest
 
 from coppice.stack import process
 from coppice.stack.launch import IMPORTS
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from tests import fork_server
 from tests.certificates import Authority
 from tests.processes import Service, StartService
@@ -20,7 +20,7 @@ from tests.processes import Service, StartService
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 process.fork = fork_server.fork
-process.start_fork_server(IMPORTS)
+process.preload(IMPORTS)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -114,7 +114,7 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
         trees = [draft_tree(tables.drafters[HEADS.index(head)], text, params, coupled) for head in policy.heads]
         tree = policy.choose([one.of(tree) for one, tree in zip(calibrations, trees, strict=True)], budget=4).tree
         outcome = walk(tree, keyed(tree, tables.rows(tree, text, params), params, len(text) - 1))
-        accepted = [int(tree.tokens[node - 1]) for node in outcome.path]
+        accepted = [int(tree.tokens[node - 1]) for node in outcome[0]]
         text += accepted
         text.append(_root(tables, text, params))
         for calibration, own in zip(calibrations, trees, strict=True):
@@ -130,8 +130,8 @@ def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], s
         chain, q_rows = sampled(tables.drafters[0], text, params)
         row_at = tables.rows(chain, text, params)
         outcome = walk(chain, pq_draws(chain, row_at, q_rows, params.seed, len(text) - 1))
-        assert outcome.drawn is not None
-        text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
+        assert outcome[1] is not None
+        text += [*(int(chain.tokens[node - 1]) for node in outcome[0]), outcome[1]]
     return text[len(prompt) : len(prompt) + LENGTH]
 
 
@@ -176,7 +176,7 @@ def pq_step(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sam
     chain, q_rows = sampled(tables.drafters[0], text, params)
     outcome = walk(chain, pq_draws(chain, tables.rows(chain, text, params), q_rows, params.seed, len(text) - 1))
     drafted = int(chain.tokens[0])
-    return drafted, drafted if outcome.path else outcome.drawn or 0
+    return drafted, drafted if outcome[0] else outcome[1] or 0
 
 
 def exact_pq_step(

@@ -55,8 +55,7 @@ def redis_key(head: str, name: Literal["queries", "samples", "demand"]) -> str:
 
 def read_demand(value: bytes | str | None) -> Demand:
     """Read the demand key's value; anything unknown wants nothing."""
-    demands: dict[bytes | str | None, Demand] = {name.encode(): name for name in get_args(Demand)}
-    return demands.get(value, "")
+    return next((name for name in get_args(Demand) if name.encode() == value), "")
 
 
 def size_of(fields: Mapping[bytes, bytes]) -> int:

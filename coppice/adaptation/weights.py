@@ -55,10 +55,8 @@ class Weights:
     @cached_property
     def hash(self) -> bytes:
         """The SHA-256 of all names in order, each followed by a zero byte and its tensor's digest."""
-        digest = hashlib.sha256()
-        for name in sorted(self.digests):
-            digest.update(name.encode() + b"\0" + self.digests[name])
-        return digest.digest()
+        named = sorted(self.digests.items())
+        return hashlib.sha256(b"".join(name.encode() + b"\0" + digest for name, digest in named)).digest()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], version: int = 0) -> Self:
@@ -164,14 +162,13 @@ class Routes(list[Route | None]):
 
         Chance decides by the session's name, so that a session that moves keeps its variant.
         """
-        nearest, least = 0, np.inf
-        for kind, route in enumerate(self, 1):
-            if route is not None:
-                distance = float(np.square(np.asarray(route.centroid, np.float32) - sketch).sum())
-                if distance <= route.radius and distance < least:
-                    nearest, least = kind, distance
-        route = self[nearest - 1] if nearest else None
-        if route is None:
+        near = [
+            (away, kind, route)
+            for kind, route in enumerate(self, 1)
+            if route and (away := np.square(np.array(route.centroid, np.float32) - sketch).sum().item()) <= route.radius
+        ]
+        if not near:
             return 0, 0
+        _, kind, route = min(near, key=lambda each: each[:2])
         chance = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) / 2**64
-        return nearest, route.variant if chance < route.share else route.other
+        return kind, route.variant if chance < route.share else route.other

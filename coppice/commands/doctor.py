@@ -20,8 +20,7 @@ from coppice.commands.generate import Address
 from coppice.config.model import GIB, NO_MTP, ends_line, find_mtp, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
-from coppice.stack.process import checkout, why_no_port
-from coppice.stack.redis_server import find_server
+from coppice.stack.process import checkout, find_redis, why_no_port
 from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, StackSpec, check_target, target_warnings
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
@@ -94,7 +93,7 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
             else:
                 here = (folder / name / "config.json").is_file()
                 yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
-    yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"))
+    yield Finding("redis-server", str(find_redis() or "none: needed by coppice up --adapt"))
     trusted = os.environ.get("COPPICE_TLS__CA")
     yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set")
     yield _server(address)

@@ -265,9 +265,7 @@ def common_tokens(folder: str | Path, target: str | Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """weights: bytes of all weights. kv: bytes that a token's keys and values take, 0 where the folder does not tell.
-    kv_heads: key heads of a layer, 0 where it does not tell.
-    """
+    """Bytes of all weights and of a token's KV, and key heads of a layer; 0 and 0 where the folder does not tell."""
 
     weights: int
     kv: int
@@ -275,18 +273,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, folder: str | Path, dtype: str, *, wide_kv: bool = False) -> Self:
-        """The size of a folder's model when its floating numbers are of this dtype, float32 or bfloat16; with
-        `wide_kv` keys and values are float32 in any case.
-        """
+        """The size of a folder's model in this dtype, float32 or bfloat16; with `wide_kv` its KV is float32 anyhow."""
         each = 4 if dtype == "float32" else 2
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return cls(_weights(Path(folder), config, each), *_kv(config, 4 if wide_kv else each))
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raise InvalidField unless each rank can hold as many of a layer's key heads as the others."""
-        if self.kv_heads % ranks:
-            reason = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
-            raise InvalidField("verifier.ranks", reason)
 
     def fit_kv(
         self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1, heads: int = 0
@@ -302,8 +292,12 @@ class ModelSize:
         usable = max(0.0, room - RESERVE) if on_cuda else room
         devices = ranks if on_cuda else 1
         if kv_tokens == 0:
-            share = min(usable, DEVICE_SHARE * room) if on_cuda else room
-            return self._all_kv(devices * share / copies - self.weights - heads, 1.0 if on_cuda else KV_SHARE)
+            left = devices * (min(usable, DEVICE_SHARE * room) if on_cuda else room) / copies - self.weights - heads
+            taken = left * (1.0 if on_cuda else KV_SHARE)
+            if not self.kv or taken < LEAST_KV * self.kv:
+                reason = f"{left / GIB:.1f} GiB are left" if self.kv else "config.json does not tell what a token takes"
+                raise InvalidField("verifier.kv_tokens", f"0 takes what the device has left for KV, and {reason}")
+            return int(taken / self.kv) // BLOCK_SIZE * BLOCK_SIZE
         share = KV_SHARE * (devices * usable / copies - self.weights)
         if kv_tokens == _DEFAULT and LEAST_KV * self.kv < share < kv_tokens * self.kv:
             return int(share / self.kv)
@@ -323,11 +317,20 @@ class ModelSize:
             "smaller target takes less",
         )
 
-    def _all_kv(self, left: float, share: float) -> int:
-        if not self.kv or share * left < LEAST_KV * self.kv:
-            reason = f"{left / GIB:.1f} GiB are left" if self.kv else "config.json does not tell what a token takes"
-            raise InvalidField("verifier.kv_tokens", f"0 takes what the device has left for KV, and {reason}")
-        return int(share * left / self.kv) // BLOCK_SIZE * BLOCK_SIZE
+
+def fit_verifier(settings: VerifierSettings, room: float | None = None, copies: int = 1) -> int:
+    """The KV tokens of each of so many verifiers. room: bytes free on each device, where that is not the CPU. Raises
+    InvalidField as `fit_kv` does, and unless each rank can hold as many of a layer's key heads as the others.
+    """
+    target, dtype, device, ranks = settings.target, settings.dtype, settings.device, settings.ranks
+    size = ModelSize.of(target, dtype, wide_kv=settings.invariant and device == "cpu")
+    if size.kv_heads % ranks:
+        raise InvalidField("verifier.ranks", f"{ranks} ranks cannot share the model's {size.kv_heads} KV heads evenly")
+    room = free_memory(device) if room is None else room
+    if room is None and settings.kv_tokens:
+        return settings.kv_tokens
+    heads = head_bytes(settings.drafters, target, dtype)
+    return size.fit_kv(settings.kv_tokens, device, room or 0.0, ranks=ranks, copies=copies, heads=heads)
 
 
 def head_bytes(drafters: Sequence[str], target: str | Path, dtype: str) -> int:
@@ -360,13 +363,11 @@ def _weights(folder: Path, config: dict[str, Any], each: int) -> int:
     for name, file in tensors_in(folder):
         part = file.get_slice(name)
         count, dtype = prod(part.get_shape()), part.get_dtype()
-        if unpacked and name.endswith(".weight_packed"):
-            continue
         if unpacked and name.endswith(".weight_shape"):
             total += prod(map(int, file.get_tensor(name))) * each
         elif dtype in FLOATS or (unpacked and name.endswith(".weight")):
             total += count * each
-        else:
+        elif not (unpacked and name.endswith(".weight_packed")):
             total += count * _BITS.get(dtype, 8) // 8
     return total
 

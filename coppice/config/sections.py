@@ -1,7 +1,7 @@
 """Settings of the processes, section by section."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -79,6 +79,11 @@ DRAFTERS = "NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of 
 VERIFIERS = "HOST:PORT, dns:HOST:PORT or redis"
 
 
+def setting(default: Any, description: str, **bounds: Any) -> Any:
+    """A setting with its default, what `coppice settings` says of it, and pydantic's bounds."""
+    return Field(default, description=description, **bounds)
+
+
 class Section(BaseModel):
     """A section of the settings: unknown names are refused, and nothing changes once it is read."""
 
@@ -88,16 +93,16 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """How a process listens and stops."""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
-    health_port: int = Field(0, ge=0, le=65535, description="plaintext gRPC health port; 0 takes a free one")
-    metrics_port: int = Field(0, ge=-1, le=65535, description="Prometheus port; 0 takes a free one, -1 serves none")
-    advertise: str = Field("", description="host that others, and a registry, are told; empty: host")
-    ready_file: str = Field("", description="file to write addresses to once ready")
-    grace_s: float = Field(90.0, ge=0, description="how long a stopping server lets requests finish, seconds")
-    log_json: bool = Field(False, description="log JSON lines instead of text")
-    production: bool = Field(False, description="whether people depend on this process: failpoints are refused")
-    failpoints: str = Field("", description="NAME=VALUE;... of coppice.failpoints: how to misbehave, for tests")
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "gRPC port; 0 takes a free one", ge=0, le=65535)
+    health_port: int = setting(0, "plaintext gRPC health port; 0 takes a free one", ge=0, le=65535)
+    metrics_port: int = setting(0, "Prometheus port; 0 takes a free one, -1 serves none", ge=-1, le=65535)
+    advertise: str = setting("", "host that others, and a registry, are told; empty: host")
+    ready_file: str = setting("", "file to write addresses to once ready")
+    grace_s: float = setting(90.0, "how long a stopping server lets requests finish, seconds", ge=0)
+    log_json: bool = setting(False, "log JSON lines instead of text")
+    production: bool = setting(False, "whether people depend on this process: failpoints are refused")
+    failpoints: str = setting("", "NAME=VALUE;... of coppice.failpoints: how to misbehave, for tests")
 
     @field_validator("failpoints")
     @classmethod
@@ -110,27 +115,22 @@ class ServerSettings(Section):
 class TelemetrySettings(Section):
     """Traces of requests; off while there is no endpoint."""
 
-    otlp_endpoint: str = Field(
+    otlp_endpoint: str = setting(
         "",
+        "collector of OTLP by gRPC, http(s)://HOST:PORT, or file:FOLDER, where processes write their spans",
         pattern=r"^(https?://[^/]+:\d{1,5}|file:.+)?$",
-        description="collector of OpenTelemetry that takes OTLP by gRPC, http://HOST:PORT or https://HOST:PORT, or a "
-        "folder, file:FOLDER, where each process writes its spans as JSON lines when it ends",
     )
 
 
 class TlsSettings(Section):
     """TLS between processes; plaintext while no file is named. A certificate's names say who its holder is."""
 
-    ca: str = Field("", description="file with the authorities that sign the other processes' certificates (PEM)")
-    cert: str = Field("", description="file with this process's certificate chain (PEM); a client may have none")
-    key: str = Field("", description="file with the key of tls.cert (PEM)")
-    require: bool = Field(
-        False, description="whether clients of generation need a certificate too; callers of all other services do"
-    )
-    server_name: str = Field(
-        "", description="name in a called server's certificate; empty: its role's, for generation the address's host"
-    )
-    tokens_in_clear: bool = Field(False, description="whether clients' tokens may cross a network without TLS")
+    ca: str = setting("", "file with the authorities that sign the other processes' certificates (PEM)")
+    cert: str = setting("", "file with this process's certificate chain (PEM); a client may have none")
+    key: str = setting("", "file with the key of tls.cert (PEM)")
+    require: bool = setting(False, "whether clients of generation need a certificate, as callers of other services do")
+    server_name: str = setting("", "name in a server's certificate; empty: its role's, for generation the host")
+    tokens_in_clear: bool = setting(False, "whether clients' tokens may cross a network without TLS")
 
     @property
     def on(self) -> bool:
@@ -141,11 +141,9 @@ class TlsSettings(Section):
 class TorchSettings(Section):
     """Where and how a process computes."""
 
-    device: str = Field("cpu", description="torch device, such as cpu or cuda:0")
-    dtype: Dtype = Field(
-        "", validate_default=True, description="dtype of weights and KV; default: bfloat16 on CUDA, else float32"
-    )
-    threads: int = Field(0, ge=0, le=1024, description="torch threads; 0 lets torch choose")
+    device: str = setting("cpu", "torch device, such as cpu or cuda:0")
+    dtype: Dtype = setting("", "of weights and KV; default: bfloat16 on CUDA, else float32", validate_default=True)
+    threads: int = setting(0, "torch threads; 0 lets torch choose", ge=0, le=1024)
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -156,36 +154,26 @@ class TorchSettings(Section):
 class VerifierSettings(TorchSettings):
     """The verifier: one target and its KV cache."""
 
-    target: ModelFolder = Field("", description="folder, or GGUF file, of a Hugging Face causal LM")
-    name: Annotated[str, AfterValidator(_check_names)] = Field(
-        "", description="what clients call the target, names with commas between; empty: the folder's name"
+    target: ModelFolder = setting("", "folder, or GGUF file, of a Hugging Face causal LM")
+    name: Annotated[str, AfterValidator(_check_names)] = setting(
+        "", "what clients call the target, names with commas between; empty: the folder's name"
     )
-    kv_tokens: int = Field(
+    kv_tokens: int = setting(
         65_536,
+        "KV capacity, tokens; the default takes at most half of what the weights leave free, 0 all of that half, on "
+        "CUDA what weights and heads leave of 0.9 of the device",
         ge=0,
-        description="KV capacity, tokens; the default takes at most half of what the weights leave free, 0 all of that "
-        "half, on CUDA what weights and heads leave of 0.9 of the device",
     )
-    prefix_cache: float = Field(
-        1.0, ge=0, le=1, description="share of kv_tokens that may keep texts for a client's later requests; 0: none"
+    prefix_cache: float = setting(1.0, "share of kv_tokens that may keep texts for later requests", ge=0, le=1)
+    generation_config: Literal["serve", "ignore"] = setting(
+        "serve", "refuse what the target's generation_config.json sets and is not served, or ignore all but ids of ends"
     )
-    generation_config: Literal["serve", "ignore"] = Field(
-        "serve",
-        description="serve the defaults of the target's generation_config.json and refuse to start over what is not "
-        "served, or ignore all of it but the ids that end a text",
+    invariant: bool = setting(False, "compute each row alike whatever is beside it: exact in bfloat16 too")
+    prune: bool = setting(True, "time forwards and leave out draft nodes that cost more than they promise")
+    drafters: Annotated[list[str], AfterValidator(_check_heads)] = setting(
+        [], "NAME=KIND[:DIR] of each head in this process, at its address; section drafter holds for all"
     )
-    invariant: bool = Field(
-        False,
-        description="compute each row alike whatever is beside it and however its text came in: drafts, batches and "
-        "moves change no token in bfloat16 either",
-    )
-    prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
-    drafters: Annotated[list[str], AfterValidator(_check_heads)] = Field(
-        [], description="NAME=KIND[:DIR] of each head in this process, at its address; section drafter holds for all"
-    )
-    ranks: int = Field(
-        1, ge=1, le=64, description="processes that share the target; on CUDA each has a device of its own"
-    )
+    ranks: int = setting(1, "processes that share the target, on CUDA with a device each", ge=1, le=64)
 
     @field_validator("ranks")
     @classmethod
@@ -203,79 +191,64 @@ class VerifierSettings(TorchSettings):
 class DrafterSettings(TorchSettings):
     """One drafter replica: one head."""
 
-    name: str = Field("", description="the pool's name; empty: the kind")
-    kind: HeadKind = Field("lookup", description=f"kind of head: {', '.join(HEAD_KINDS)}, or what a package adds")
-    path: ModelFolder = Field("", description="folder of the head's weights")
-    target: ModelFolder = Field("", description="folder of the target, for heads that read its features or vocabulary")
-    verifiers: list[str] = Field([], description=f"verifiers features may come from: {VERIFIERS}; empty: any")
-    kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
-    top_k: int = Field(
-        0,
-        ge=0,
-        le=MAX_HEAD_NODES,
-        description="candidates kept per node of a tree; 1 drafts a chain; 0: 8, eagle3 10, dflash and jetspec as many "
-        "as the budget",
+    name: str = setting("", "the pool's name; empty: the kind")
+    kind: HeadKind = setting("lookup", f"{', '.join(HEAD_KINDS)}, or what a package adds")
+    path: ModelFolder = setting("", "folder of the head's weights")
+    target: ModelFolder = setting("", "folder of the target, for heads that read its features or vocabulary")
+    verifiers: list[str] = setting([], f"verifiers features may come from: {VERIFIERS}; empty: any")
+    kv_tokens: int = setting(65_536, "KV capacity of a head that has any, tokens over all sessions", gt=0)
+    top_k: int = setting(
+        0, "children of a node; 1: a chain; 0: 8, eagle3 10, dflash and jetspec the budget", ge=0, le=MAX_HEAD_NODES
     )
-    depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8, of a block all")
-    memory_tokens: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="tokens of ended requests that a lookup head remembers for later ones of the same client; 0: none",
+    depth: int = setting(0, "levels of the deepest draft; 0: 6, eagle3 8, of a block all", ge=0, le=32)
+    memory_tokens: int = setting(
+        0, "tokens of ended requests that a lookup head keeps for later ones of the same client", ge=0, le=1_000_000
     )
 
 
 class OrchestratorSettings(Section):
     """The step loop."""
 
-    target: ModelFolder = Field("", description="folder with the target's tokenizer; empty: ids only")
-    verifiers: list[str] = Field([], description=f"verifiers: {VERIFIERS}")
-    heads: Pairs = Field([], description=DRAFTERS)
-    policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
-    budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
-    draft_deadline_ms: float = Field(
-        0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
+    target: ModelFolder = setting("", "folder with the target's tokenizer; empty: ids only")
+    verifiers: list[str] = setting([], f"verifiers: {VERIFIERS}")
+    heads: Pairs = setting([], DRAFTERS)
+    policy: str = setting("", "default policy; empty: route with two heads, single with one, else plain")
+    budget: int = setting(31, "default draft nodes verified a step", ge=0, le=MAX_TREE_NODES)
+    draft_deadline_ms: float = setting(0.0, "wait for drafts; 0: max(20, 4 x median draft time), at most 1000", ge=0)
+    failover_s: float = setting(60.0, "how long a request waits for a verifier, seconds", gt=0)
+    stream_interval: int = setting(1, "steps whose tokens a client is sent together", ge=1, le=64)
+    http_port: int = setting(-1, "port of OpenAI's API; 0 takes a free one, -1 serves none", ge=-1, le=65535)
+    page: Literal["loopback", "always", "never"] = setting(
+        "loopback", "when the HTTP port serves the page: while server.host is loopback, always, or never"
     )
-    failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
-    stream_interval: int = Field(1, ge=1, le=64, description="steps whose tokens a client is sent together")
-    http_port: int = Field(
-        -1, ge=-1, le=65535, description="port of OpenAI's API over HTTP; 0 takes a free one, -1 serves none"
-    )
-    page: Literal["loopback", "always", "never"] = Field(
-        "loopback", description="when the HTTP port serves the page: while server.host is loopback, always, or never"
-    )
-    hosts: list[str] = Field([], description="names of this server that HTTP on loopback answers to")
-    tokens: str = Field(
-        "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
-    )
+    hosts: list[str] = setting([], "names of this server that HTTP on loopback answers to")
+    tokens: str = setting("", "file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask")
 
 
 class DirectorySettings(Section):
     """Where replicas are found: the registry that they keep themselves in."""
 
-    redis: RedisUrl = Field("", description="redis://, rediss:// or unix:// URL of the registry; empty: there is none")
+    redis: RedisUrl = setting("", "redis://, rediss:// or unix:// URL of the registry; empty: there is none")
 
 
 class AdaptationSettings(Section):
     """The way of signals to the adapter: a Redis."""
 
-    redis: RedisUrl = Field("", description="redis://, rediss:// or unix:// URL of the adapter's; empty: send nothing")
+    redis: RedisUrl = setting("", "redis://, rediss:// or unix:// URL of the adapter's; empty: send nothing")
 
 
 class AdapterSettings(Section):
     """The adapter: which heads it trains, where, and by which rule."""
 
-    target: ModelFolder = Field("", description="folder of the target, whose embedding the heads share")
-    heads: Pairs = Field([], description="NAME=DIR of each head, its weights as deployed")
-    drafters: Pairs = Field([], description=DRAFTERS)
-    folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
-    policy: PolicyName = Field(
+    target: ModelFolder = setting("", "folder of the target, whose embedding the heads share")
+    heads: Pairs = setting([], "NAME=DIR of each head, its weights as deployed")
+    drafters: Pairs = setting([], DRAFTERS)
+    folder: str = setting("", "folder for versions and state; empty: a temporary one, forgotten at the end")
+    policy: PolicyName = setting(
         "bandit",
-        description="bandit: variants for kinds of text; paper: SpecBlock's rule, one variant for all; full-only and "
-        "head-only are paper's with one action; always: online speculative decoding",
+        "bandit: variants for kinds of text; paper: SpecBlock's rule, one variant for all; full-only and head-only: "
+        "with one action; always: online speculative decoding",
     )
-    interval: int = Field(
-        20, ge=2, description="queries that the other policies measure before and after an update of as many texts"
-    )
-    cpu_share: float = Field(0.25, gt=0, le=1, description="largest share of the time that an update computes")
-    device: str = Field("cpu", description="torch device of training, such as cpu or cuda:1")
+    interval: int = setting(20, "queries that other policies measure before and after an update of as many texts", ge=2)
+    cpu_share: float = setting(0.25, "largest share of the time that an update computes", gt=0, le=1)
+    device: str = setting("cpu", "torch device of training, such as cpu or cuda:1")

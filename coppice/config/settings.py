@@ -9,22 +9,14 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-    YamlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError, YamlConfigSettingsSource
 
 from coppice.config import sections
 from coppice.errors import InvalidField
 from coppice.limits import Limits
 
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
-_OTHER_VARIABLES = frozenset(
-    {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
-)
+_OTHER_VARIABLES = {f"COPPICE_{name}" for name in ("ADAPTER_ADDRESS", "ADDRESS", "CONFIG", "PROOF", "TOKEN")}
 
 
 class Settings(BaseSettings):
@@ -44,9 +36,7 @@ class Settings(BaseSettings):
     adapter: sections.AdapterSettings = sections.AdapterSettings()
 
     @classmethod
-    def settings_customise_sources(  # type: ignore[override]
-        cls, settings_cls: type[BaseSettings], **sources: PydanticBaseSettingsSource
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], **sources: Any) -> tuple[Any, ...]:  # type: ignore[override]
         """Flags come first (pydantic-settings puts them before these), then variables, the YAML file and arguments."""
         file = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
         return sources["env_settings"], file, sources["init_settings"]
@@ -58,18 +48,10 @@ def _names() -> list[str]:
     return [f"{section}.{name}" for section, model in models.items() for name in model.model_fields]
 
 
-def _dotted(name: str) -> str:
-    """SECTION.NAME of a flag or a variable."""
-    return name.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
-
-
 def _no_such(what: str, names: Iterable[str]) -> InvalidField:
     """The error for a name that is no setting, with the nearest name that is."""
-    section, _, setting = _dotted(what).partition(".")
-    of_section = [each for each in names if _dotted(each).startswith(f"{section}.")]
-    near = {_dotted(each).rpartition(".")[2]: each for each in of_section or names}
-    close = difflib.get_close_matches(setting or section, list(near), n=1)
-    return InvalidField(what, f"no such setting{f'; did you mean {near[close[0]]}?' if close else ''}")
+    close = difflib.get_close_matches(what, [*names], n=1, cutoff=0.75)
+    return InvalidField(what, f"no such setting{f'; did you mean {close[0]}?' if close else ''}")
 
 
 def _check_names(arguments: Sequence[str]) -> None:

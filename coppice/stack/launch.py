@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS
-from coppice.stack.process import POLL_S, ProcessFailed, Ready, ServiceProcess, module_of, reserve, start_fork_server
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis, ProcessFailed, Ready, ServiceProcess, module_of, preload, reserve
 from coppice.stack.spec import HTTP_PORT, PORTS, StackSpec, preflight
 
-MODULES = {
-    "verifier": module_of("services.verifier"),
-    "drafter": module_of("services.drafter"),
-    "orchestrator": module_of("orchestrator"),
-    "adapter": module_of("services.adapter"),
-}
+_FOLDERS = {"verifier": "services.", "drafter": "services.", "orchestrator": "", "adapter": "services."}
+MODULES = {role: module_of(folder + role) for role, folder in _FOLDERS.items()}
 _LATE = (module_of("orchestrator.http.server"), "transformers.models.llama.modeling_llama")
 IMPORTS = (*(f"{module}.service" for module in MODULES.values()), *_LATE)
 """what takes services seconds to import"""
@@ -30,7 +25,7 @@ ADAPTER, REDIS = "adapter", "redis"
 _CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 # Only the first orchestrator is for others; what settings say of listening is meant for it.
 _LOOPBACK = {"server.host": "127.0.0.1", "server.advertise": "127.0.0.1", **dict.fromkeys(PORTS[:3], 0)}
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LOOK_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5, 30.0
 MOST_DEATHS, WITHIN_S = 3, 60.0  # an orchestrator that dies so often in so many seconds is not started again
 
 
@@ -49,9 +44,8 @@ class Stack:
         log_dir: Path | None = None,
         ready_s: float = 3600.0,
     ) -> None:
-        """`modules` are what is run for each role. `via` says, given a process's name and HOST:PORT, where the others
-        and clients are to reach it (a proxy). `log_dir` is where logs stay; None: a temporary folder. `ready_s` is how
-        long the services may take to load. Raises InvalidField for an unusable setting.
+        """modules: what is run for each role. via: where others are to reach a process (a proxy), given its name and
+        HOST:PORT. log_dir: None: a temporary folder. ready_s: for the services to load. Raises InvalidField.
         """
         self.spec = spec
         self.settings = spec.settings()
@@ -68,11 +62,10 @@ class Stack:
         self._deadline, self._kv_tokens = 0.0, -1
 
     def __enter__(self) -> Self:
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.stop)
             self.start()
-        except BaseException:
-            self.stop()
-            raise
+            failed.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -81,7 +74,7 @@ class Stack:
     def prepare(self) -> None:
         """Begin to import what the services need. Raises InvalidField for what `preflight` finds."""
         self._kv_tokens = preflight(self.spec, self.settings)
-        start_fork_server(IMPORTS)
+        preload(IMPORTS)
 
     def start(self) -> None:
         """Start everything and wait until it is healthy. Raises as `prepare`, and ProcessFailed; then call `stop`."""
@@ -127,9 +120,7 @@ class Stack:
         self._await_all()
 
     def restart(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
-        """Stop a process, start it anew on its ports, this time with more flags, and wait until it is healthy; whether
-        it had ended well. Raises ProcessFailed.
-        """
+        """Stop a process and start it on its ports with more flags; whether it had ended well. Raises ProcessFailed."""
         process = self.processes[name]
         ended_well = process.stop(STOP_GRACE_S)
         process.start(flags)
@@ -209,7 +200,7 @@ class Stack:
                 process.check()
             if time.monotonic() > self._deadline:
                 waiting[0].wait_ready(self._deadline)
-            time.sleep(POLL_S)
+            time.sleep(LOOK_S)
 
 
 def _names(stem: str, count: int) -> list[str]:

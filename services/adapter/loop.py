@@ -68,16 +68,14 @@ class Versions:
 
     def numbers(self) -> list[int]:
         """List the versions on disk, ascending."""
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
     def save(self, weights: Weights, good: int) -> None:
         """Write a version, complete or not at all. The oldest ones make room, but not the good one."""
         changed = {name: weights.tensors[name].contiguous() for name in weights.differing(self.deployed)}
         write_whole(self._file(weights.version), save(changed, {"weights_hash": weights.hash.hex()}))
-        numbers = self.numbers()
-        old = [number for number in numbers[:-1] if number != good]
-        for number in old[: max(0, len(numbers) - VERSIONS)]:
+        *old, _ = self.numbers()
+        for number in [number for number in old if number != good][: max(0, len(old) + 1 - VERSIONS)]:
             self._file(number).unlink()
 
     def load(self, number: int) -> Weights:
@@ -122,22 +120,16 @@ class State(BaseModel):
     def load(cls, folder: Path) -> Self:
         """Read what an earlier run wrote into the folder; a damaged file counts as none."""
         file = folder / FILE
-        state = cls()
-        if file.exists():
-            try:
-                state = cls.model_validate_json(file.read_bytes())
-            except (ValidationError, OSError) as error:
-                log.warning("the state cannot be read and starts anew", file=str(file), why=str(error)[:200])
+        try:
+            state = cls.model_validate_json(file.read_bytes()) if file.exists() else cls()
+        except (ValidationError, OSError) as error:
+            log.warning("the state cannot be read and starts anew", file=str(file), why=str(error)[:200])
+            state = cls()
         state._file = file
         return state
 
     def save(self) -> None:
         write_whole(self._file, self.model_dump_json().encode())
-
-    def next_number(self) -> int:
-        """Return a number that no version had."""
-        self.newest += 1
-        return self.newest
 
 
 class AdapterMetrics:
@@ -166,9 +158,7 @@ class AdapterMetrics:
         self.paused = gauge("paused", "1 while paused", ["head"])
         seconds = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
         self.train_seconds = histogram("train_seconds", "time of an update", ["head", "action"], buckets=seconds)
-        self.sync_seconds = histogram(
-            "sync_seconds", "time of a weight sync to all replicas", ["head"], buckets=seconds
-        )
+        self.sync_seconds = histogram("sync_seconds", "time of a sync to all replicas", ["head"], buckets=seconds)
 
 
 class DrafterLink(contextlib.AbstractAsyncContextManager["DrafterLink"]):
@@ -249,14 +239,11 @@ class Replicas:
 
     def status(self) -> list[pb.ReplicaStatus]:
         """Report each replica as it answered last."""
+        links = sorted(self._links.items())
+        versions = [link.used.weights_version if link.used else None for _, link in links]  # None: it did not answer
         return [
-            pb.ReplicaStatus(
-                address=address,
-                reachable=link.used is not None,
-                version=link.used.weights_version if link.used else 0,
-                current=self._is_current(link),
-            )
-            for address, link in sorted(self._links.items())
+            pb.ReplicaStatus(address=at, reachable=used is not None, version=used, current=self._is_current(link))
+            for (at, link), used in zip(links, versions, strict=True)
         ]
 
     async def close(self) -> None:
@@ -266,9 +253,8 @@ class Replicas:
         return link.used is not None and link.used.weights_hash == self.live.hash
 
     async def _bring(self, link: DrafterLink) -> None:
-        """Push what this replica lacks, under a number above its own: it refuses others. The next look tries again.
-
-        A replica with a version far above any that it was given counts as silent.
+        """Push what this replica lacks, under a number above its own: it refuses others. One that has a version far
+        above any that it was given counts as silent.
         """
         try:
             used = link.used = await link.describe()
@@ -346,9 +332,8 @@ class HeadLoop:
         return self.active() and self._doing != STANDING_BY
 
     async def start(self) -> None:
-        """Go on from what the folder remembers of an earlier run, and give its weights to every replica that answers.
-
-        A damaged file is no reason not to start: the good version takes its place, or version 0.
+        """Go on from what the folder remembers of an earlier run, and give its weights to every replica that answers;
+        in the place of a damaged version the good one, or version 0.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remember(state := State.load(self._folder))
@@ -430,9 +415,9 @@ class HeadLoop:
         for number, count in self._groups.counts().items():
             metrics.waiting.labels(self.name, str(number)).set(count)
         state.queries += 1
-        figures = {"tau": record.tau, "tokens_per_s": record.tokens_per_s, "s": record.s}
+        figures = {"tau": record.tau, "tokens_per_s": record.tokens_per_s, "s": record.s, "action": arm.value}
         version = state.live if live else None  # the weights changed meanwhile
-        state.history.append({"query": state.queries, **figures, "version": version, "action": arm.value})
+        state.history.append({"query": state.queries, "version": version, **figures})
         del state.history[:-MAX_HISTORY]
 
     def _choose(self, group: int) -> Arm:
@@ -499,8 +484,7 @@ class HeadLoop:
     async def _put_back(self, back_to: int, what: str, why: str) -> int:
         """Give every replica an earlier version's weights under a new number; returns it. Raises InvalidField."""
         earlier = await asyncio.to_thread(self._versions.load, back_to)
-        weights = earlier.changed({}, self.state.next_number())
-        await self._go_live(weights, what, why)
+        weights = await self._go_live(earlier, {}, what, why)
         self._rule.follow(Routes.of(weights.tensors), weights.version)
         self.state.good = weights.version
         return weights.version
@@ -509,13 +493,15 @@ class HeadLoop:
 
     async def _release(self, tensors: dict[str, Tensor], what: str, why: str, train_s: float = 0.0) -> None:
         """Give every replica the live weights with some tensors added or replaced, and the rule's routes."""
-        changed = tensors | {ROUTES: self._rule.routes().tensor()}
-        weights = await asyncio.to_thread(self._replicas.live.changed, changed, self.state.next_number())
-        await self._go_live(weights, what, why, train_s)
+        await self._go_live(self._replicas.live, tensors | {ROUTES: self._rule.routes().tensor()}, what, why, train_s)
 
-    async def _go_live(self, weights: Weights, what: str, why: str, train_s: float = 0.0) -> None:
-        """Write weights to disk, then give them to every replica, and note what changed."""
+    async def _go_live(
+        self, begin: Weights, tensors: dict[str, Tensor], what: str, why: str, train_s: float = 0.0
+    ) -> Weights:
+        """Write `begin` with some tensors replaced to disk under a new number, then give it to every replica."""
         self._doing, began, state = "syncing", time.monotonic(), self.state
+        state.newest += 1
+        weights = await asyncio.to_thread(begin.changed, tensors, state.newest)
         await asyncio.to_thread(self._versions.save, weights, state.good)
         self._use(weights)
         await self._replicas.bring()
@@ -525,6 +511,7 @@ class HeadLoop:
         state.changes.append({"query": state.queries, **facts, "train_s": train_s, "sync_s": sync_s})
         del state.changes[:-_CHANGES]
         log.info("weights changed", head=self.name, **facts)
+        return weights
 
     def _use(self, weights: Weights) -> None:
         self.state.live = weights.version
@@ -574,10 +561,6 @@ class HeadLoop:
         for point in state.history:
             if point["version"] is not None:
                 taus[point["version"]].append(point["tau"])
-        versions = [
-            pb.VersionStatus(version=version, queries=len(its), tau=statistics.fmean(its))
-            for version, its in sorted(taus.items())
-        ]
         return pb.HeadStatus(
             head=self.name,
             policy=self._settings.policy,
@@ -589,12 +572,13 @@ class HeadLoop:
             queries=state.queries,
             events=sum(updates.values()),
             reverts=state.reverts,
-            actions=[
-                pb.ActionStatus(action=arm, value=values.get(arm), updates=updates.get(arm, 0)) for arm in rule.arms
-            ],
+            actions=[pb.ActionStatus(action=arm, value=values.get(arm), updates=updates.get(arm)) for arm in rule.arms],
             kinds=rule.kinds(self._groups.counts()) if isinstance(rule, Bandit) else [],
             replicas=self._replicas.status(),
             history=[pb.QueryPoint(**point) for point in state.history[-history:] if history],
-            versions=versions,
+            versions=[
+                pb.VersionStatus(version=version, queries=len(its), tau=statistics.fmean(its))
+                for version, its in sorted(taus.items())
+            ],
             changes=[pb.Change(**change) for change in state.changes],
         )

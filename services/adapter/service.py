@@ -29,7 +29,7 @@ from coppice.rpc.server import Serving
 from coppice.v1 import adapter_pb2 as pb
 
 from .learn import Learner
-from .loop import Active, AdapterMetrics, HeadLoop, OnThread, Replicas
+from .loop import AdapterMetrics, HeadLoop, Replicas
 
 log = structlog.get_logger()
 
@@ -112,11 +112,15 @@ class Lease:
         """Tell whether the lease surely runs, by this machine's clock: nobody else can have it."""
         return time.monotonic() < self._until
 
-    async def take(self) -> bool:
-        """Take the lease; returns whether nobody else had it and Redis answered."""
+    async def take(self, whose: str = "any") -> bool | None:
+        """Take the lease, or only renew one's "own"; returns whether nobody else had it, None: Redis is away."""
+        until = time.monotonic() + self._lease_s  # Redis counts from a little later
+        arguments = self._token, round(1000 * self._lease_s), _KEPT_MS, whose
         with contextlib.suppress(Unavailable):
-            return await self._take("any")
-        return False
+            taken = bool(await self._connection.run(_TAKE, LEASE_KEY, *arguments))
+            self._until = until if taken else 0.0
+            return taken
+        return None
 
     async def wait(self) -> None:
         """Stand by until nobody else has the lease, and take it."""
@@ -128,9 +132,8 @@ class Lease:
         had = True
         while True:
             await asyncio.sleep(self._lease_s / _LOOKS)
-            with contextlib.suppress(Unavailable):
-                if not await self._take("own"):
-                    raise LeaseLost("another adapter is the active one")
+            if await self.take("own") is False:
+                raise LeaseLost("another adapter is the active one")
             if self.held() != had:
                 had = self.held()
                 log.warning("the lease goes on" if had else "the lease ended; nothing is pushed until redis is back")
@@ -142,21 +145,12 @@ class Lease:
             await self._connection.run(_GIVE_BACK, LEASE_KEY, self._token, _KEPT_MS)
         await self._connection.close()
 
-    async def _take(self, whose: str) -> bool:
-        """Ask for the lease. It counts from the asking, which is before Redis counts from."""
-        until = time.monotonic() + self._lease_s
-        lease_ms = round(1000 * self._lease_s)
-        taken = await self._connection.run(_TAKE, LEASE_KEY, self._token, lease_ms, _KEPT_MS, whose) == 1
-        self._until = until if taken else 0.0
-        return bool(taken)
-
 
 _BATCH = 64  # entries of a stream read at a time
 _PAUSE_S = 0.25  # before streams are read again that had nothing
 _DEMAND_TTL_S = 10  # an adapter that is gone asks for nothing
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 5.0
 _SENDERS = 256  # of a stream, whose numbers are remembered
-_BEGINNING = "0-0"  # the id before all entries
 # The id of a stream's last entry, and the next entries behind a position, if there is one.
 _READ = """
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
@@ -212,13 +206,11 @@ class Inbox:
         refused = {key: answer for key, answer in answered.items() if isinstance(answer, RedisError)}
         for key in refused.keys() - self._refused:
             log.warning("redis refuses a key", key=key, why=str(refused[key]))
-        self._refused = set(refused)
-        read = [(key, *answered[key]) for key in self._streams if key not in refused]
-        for key, end, batch in read:
-            self._take(key, end.decode(), batch)
-        return any(batch for *_, batch in read)
+        self._refused = {*refused}
+        read = [self._take(key, *answered[key]) for key in self._streams if key not in refused]
+        return any(read)
 
-    def _take(self, key: str, end: str, batch: Sequence[Any]) -> None:
+    def _take(self, key: str, end: bytes, batch: Sequence[Any]) -> bool:
         """Hand on a stream's entries, (id, [name, value, name, ...]) each; `end`: the id of its last one."""
         reader, stream = self._streams[key]
         positions, numbers = reader.state.positions, reader.state.numbers.setdefault(stream, {})
@@ -227,20 +219,23 @@ class Inbox:
         for entry, values in batch:
             positions[stream] = entry.decode()
             fields = dict(zip(values[::2], values[1::2], strict=True))
-            if self._is_new(numbers, stream, fields):
-                self._metrics.read.labels(reader.name, stream).inc()
-                try:
-                    if stream == "queries":
-                        reader.take_query(read_query(fields))
-                    else:
-                        reader.take_sample(read_sample(fields, *reader.widths))
-                except InvalidField as error:
-                    self._metrics.malformed.labels(reader.name, stream).inc()
-                    if key not in self._malformed:
-                        log.warning("a record is malformed", key=key, why=str(error))
-                    self._malformed.add(key)
-        if _order(positions.setdefault(stream, end)) > _order(end):
-            positions[stream] = _BEGINNING
+            if not self._is_new(numbers, stream, fields):
+                continue
+            self._metrics.read.labels(reader.name, stream).inc()
+            try:
+                if stream == "queries":
+                    reader.take_query(read_query(fields))
+                else:
+                    reader.take_sample(read_sample(fields, *reader.widths))
+            except InvalidField as error:
+                self._metrics.malformed.labels(reader.name, stream).inc()
+                if key not in self._malformed:
+                    log.warning("a record is malformed", key=key, why=str(error))
+                self._malformed.add(key)
+        position = positions.setdefault(stream, end.decode())
+        if _numbers(position) > _numbers(end.decode()):
+            positions[stream] = "0-0"  # before all entries
+        return bool(batch)
 
     def _is_new(self, numbers: dict[str, int], stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
         """Tell whether a record is new, and count those before it, by its sender's numbers, that were never read."""
@@ -256,29 +251,9 @@ class Inbox:
         return last is None or number > last
 
 
-def _order(entry: str) -> tuple[int, ...]:
-    """Return the numbers of an entry's id, `MILLISECONDS-SEQUENCE`, by which ids are ordered."""
+def _numbers(entry: str) -> tuple[int, ...]:
+    """By which the ids of entries, `MILLISECONDS-SEQUENCE`, are ordered."""
     return tuple(map(int, entry.split("-")))
-
-
-async def _loops(
-    settings: Settings, on_thread: OnThread, home: Path, metrics: AdapterMetrics, active: Active
-) -> list[HeadLoop]:
-    """Load the heads; nothing is read from `home`, or written there. Raises InvalidField."""
-    adapter = settings.adapter
-    paths = dict(pair.split("=", 1) for pair in adapter.heads)
-    drafters = drafter_pools(adapter.drafters, settings.directory.redis, "adapter.drafters")
-    if unknown := [name for name in drafters if name not in paths]:
-        raise InvalidField("adapter.drafters", f"{unknown[0]} is none of {', '.join(paths)}")
-    loops = []
-    for name, path in paths.items():
-        if name not in drafters:
-            raise InvalidField("adapter.drafters", f"none serves {name}")
-        learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
-        dialer, deployed = Dialer(settings.tls, head=name), Weights.of(learner.deployed)
-        replicas = Replicas(name, drafters[name], deployed, dialer, metrics, active)
-        loops.append(HeadLoop(learner, replicas, adapter, home / name, on_thread))
-    return loops
 
 
 async def _adapt(
@@ -315,7 +290,13 @@ def _yielding() -> None:
 
 
 async def serve(settings: Settings) -> int:
-    """Load the heads and adapt them, or stand by, until told to stop; returns the exit code."""
+    """Load the heads and adapt them, or stand by, until told to stop; returns the exit code. Raises InvalidField."""
+    adapter = settings.adapter
+    paths = dict(pair.split("=", 1) for pair in adapter.heads)
+    drafters = drafter_pools(adapter.drafters, settings.directory.redis, "adapter.drafters")
+    for name in sorted(drafters.keys() ^ paths.keys(), key=paths.__contains__):
+        reason = f"none serves {name}" if name in paths else f"{name} is none of {', '.join(paths)}"
+        raise InvalidField("adapter.drafters", reason)
     thread = ThreadPoolExecutor(1, "learner", _yielding)
 
     async def on_thread(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -324,8 +305,13 @@ async def serve(settings: Settings) -> int:
     metrics, lease = AdapterMetrics(), Lease(settings.adaptation.redis, LEASE_S)
     metrics.active.set_function(lease.held)
     with contextlib.ExitStack() as stack:
-        home = settings.adapter.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-adapter-"))
-        loops = await _loops(settings, on_thread, Path(home), metrics, lease.held)
+        home = adapter.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-adapter-"))
+        loops: list[HeadLoop] = []
+        for name, path in paths.items():
+            learner = await on_thread(Learner, path, adapter.target, adapter.device, adapter.cpu_share)
+            dialer, deployed = Dialer(settings.tls, head=name), Weights.of(learner.deployed)
+            replicas = Replicas(name, drafters[name], deployed, dialer, metrics, lease.held)
+            loops.append(HeadLoop(learner, replicas, adapter, Path(home) / name, on_thread))
         decided, failed = asyncio.Event(), asyncio.Event()
         adapting = asyncio.create_task(_adapt(settings, lease, loops, metrics, decided))
         adapting.add_done_callback(lambda done: None if done.cancelled() else failed.set())

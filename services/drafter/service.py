@@ -33,16 +33,7 @@ from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.wire import drafter
 from coppice.wire.common import FeatureRef, Features, Fence
-from coppice.wire.drafter import (
-    Advance,
-    DraftOpened,
-    DraftStep,
-    OpenDraft,
-    TreeDelta,
-    WeightsHeader,
-    WeightsPart,
-    WeightsSynced,
-)
+from coppice.wire.drafter import Advance, DraftOpened, DraftStep, OpenDraft, TreeDelta
 from coppice.wire.verifier import Commit, fetch_to_wire, read_fed
 
 from .worker import Answer, Samples, Session, Worker
@@ -66,15 +57,6 @@ class Stream(Protocol):
         """End it on both sides."""
 
 
-class LocalVerifier(Protocol):
-    """A verifier in the drafter's own process."""
-
-    address: str
-
-    def follow(self, ref: FeatureRef) -> Stream:
-        """Follow a session. Iterating raises NotFound, InvalidField, Overloaded."""
-
-
 class _Call:
     """A stream from another process."""
 
@@ -90,15 +72,16 @@ class _Call:
 class Verifiers:
     """The verifiers whose sessions a drafter may follow, over one channel to each."""
 
-    def __init__(self, dialer: Dialer, allowed: Directory | None = None, local: LocalVerifier | None = None) -> None:
-        """`allowed` names the addresses that may be dialed; None: all may be."""
+    def __init__(self, dialer: Dialer, allowed: Directory | None = None, local: Any = None) -> None:
+        """allowed: what may be dialed; None: anything. local: this process's, with `address` and `follow(ref)`."""
         self._directory, self._local = allowed, local
         self._stub = lru_cache(_MOST_CHANNELS)(lambda address: Stub(dialer.open(address), verifier_pb2))
 
     async def follow(self, ref: FeatureRef, vocab_size: int = 0) -> Stream:
         """Follow a session; vocab_size 0 admits any id. Raises InvalidField for an address that may not be dialed."""
         if self._local is not None and ref.verifier == self._local.address:
-            return self._local.follow(ref)
+            stream: Stream = self._local.follow(ref)
+            return stream
         if self._directory is not None:
             clock = asyncio.get_running_loop().time
             latest = clock() + self._directory.news_s  # an orchestrator may know of it a moment earlier
@@ -442,20 +425,20 @@ class DrafterServicer:
             await self._drop(requests)
             raise
 
-    async def _sync(self, worker: Worker, messages: AsyncIterator[Any]) -> WeightsSynced:
+    async def _sync(self, worker: Worker, messages: AsyncIterator[Any]) -> drafter.WeightsSynced:
         """Read one push to its end and put it to use."""
         began = time.perf_counter()
         header = await self._next(messages)
-        if not isinstance(header, WeightsHeader):
+        if not isinstance(header, drafter.WeightsHeader):
             raise InvalidField("kind", "the first message of a weight sync is header")
         from .staging import Staging  # with torch, which heads that count do without
 
         staging = Staging(header, worker.head)
         if staging.in_use:
             await self._drop(messages)
-            return WeightsSynced(header.version, header.weights_hash)
+            return drafter.WeightsSynced(header.version, header.weights_hash)
         while (part := await self._next(messages)) is not None:
-            if not isinstance(part, WeightsPart):
+            if not isinstance(part, drafter.WeightsPart):
                 raise InvalidField("kind", "every message but the first is part")
             await asyncio.to_thread(staging.add, part)  # the disk would hold up the deltas of every session
         prepared = await asyncio.to_thread(staging.prepare)  # beside the drafts
@@ -463,9 +446,9 @@ class DrafterServicer:
         await asyncio.to_thread(old.clear)  # freeing them takes a while
         took = round(time.perf_counter() - began, 3)
         log.info("weights in use", version=header.version, bytes=staging.size, took_s=took, swap_us=swap_ns // 1000)
-        return WeightsSynced(header.version, header.weights_hash, swap_ns)
+        return drafter.WeightsSynced(header.version, header.weights_hash, swap_ns)
 
-    async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
+    async def _next(self, messages: AsyncIterator[Any]) -> drafter.WeightsHeader | drafter.WeightsPart | None:
         """The next message; None at the end. Raises Unavailable when none comes for a while."""
         async with within(PART_S, Unavailable(f"no part for {PART_S:g} s")):
             message = await anext(messages, None)
@@ -493,7 +476,7 @@ def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int,
 async def drafting(
     each: Mapping[str, Settings],
     metrics: SessionMetrics,
-    verifier: LocalVerifier | None = None,
+    verifier: Any = None,
     host: BatchingThread | None = None,
 ) -> AsyncIterator[DrafterServicer]:
     """Load heads and serve them inside the block.

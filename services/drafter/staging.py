@@ -40,20 +40,17 @@ class Staging:
         if self.in_use:
             return
         if header.version <= live.version:
-            raise StaleFence(
-                f"version {header.version} with hash {header.weights_hash.hex()} is old; expected one above version "
-                f"{live.version} with hash {live.hash.hex()}"
-            )
+            reason = f"version {header.version} with hash {header.weights_hash.hex()} is old"
+            raise StaleFence(f"{reason}; expected one above version {live.version} with hash {live.hash.hex()}")
         if header.version > live.version + MAX_VERSION_STEP:
             reason = f"{header.version} is more than {MAX_VERSION_STEP} above version {live.version}, which is in use"
             raise InvalidField("header.version", reason)
         parents = {weights.version: weights for weights in (first, live)}
         parent = parents.get(header.parent)
         if parent is None or parent.hash != header.parent_hash:
+            reason = f"the parent is version {header.parent} with hash {header.parent_hash.hex()}"
             expected = " or ".join(f"version {number} with hash {of.hash.hex()}" for number, of in parents.items())
-            raise StaleFence(
-                f"the parent is version {header.parent} with hash {header.parent_hash.hex()}; expected {expected}"
-            )
+            raise StaleFence(f"{reason}; expected {expected}")
         if header.weights_hash == live.hash:
             raise InvalidField("header.weights_hash", f"version {header.version} would change nothing")
         self._parent = parent
@@ -77,10 +74,8 @@ class Staging:
             tensors = read_file(self._file.name, self._parent)
         weights = self._parent.changed(tensors, header.version)
         if weights.hash != header.weights_hash:
-            raise InvalidField(
-                "header.weights_hash",
-                f"with these tensors the weights have {weights.hash.hex()}: some are missing or not those announced",
-            )
+            reason = f"with these tensors the weights have {weights.hash.hex()}: some are missing or others"
+            raise InvalidField("header.weights_hash", reason)
         return weights
 
     def prepare(self) -> tuple[Weights, dict[int, Any], Routes]:

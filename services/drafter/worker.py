@@ -1,7 +1,6 @@
 """The thread that owns the head: it applies what sessions send, in order, and drafts all that wait in one call."""
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -62,10 +61,9 @@ class Session:
         fence = step.fence
         self.append(step.advance.ids)
         if (fence.committed_len, fence.committed_hash) != (self.length, self.hash):
-            raise StaleFence(
-                f"step {fence.step} is about {fence.committed_len} tokens with hash {fence.committed_hash:016x}; "
-                f"expected {self.length} tokens with hash {self.hash:016x}"
-            )
+            sent = f"{fence.committed_len} tokens with hash {fence.committed_hash:016x}"
+            expected = f"{self.length} tokens with hash {self.hash:016x}"
+            raise StaleFence(f"step {fence.step} is about {sent}; expected {expected}")
 
 
 @dataclass(slots=True)
@@ -142,8 +140,7 @@ class Samples:
             self._offer(window, WINDOW)
 
     def close(self, key: int) -> None:
-        window = self._windows.pop(key, None)
-        if window is not None:
+        if window := self._windows.pop(key, None):
             self._offer(window, _LEAST_TEXT)
 
     def _offer(self, window: _Window, least: int) -> None:
@@ -167,7 +164,6 @@ class Worker(BatchingThread):
         super().__init__("head", host=host)
         self._build, self._metrics, self._samples = build, metrics, samples
         self.syncing = asyncio.Lock()  # while a push of weights comes
-        self._keys = itertools.count()
         # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
         self._opened = self._closed = self._remembered = 0
         self._sessions: set[Session] = set()
@@ -184,7 +180,7 @@ class Worker(BatchingThread):
         """A new session, which counts from now on; `close` must follow."""
         self._opened += 1
         self._metrics.opened.inc()
-        return Session(next(self._keys), answer)
+        return Session(self._opened, answer)
 
     def open(self, session: Session, opening: OpenDraft) -> None:
         """Have the head take a session's prompt; DraftOpened or an error is posted to it."""
@@ -344,8 +340,7 @@ class Worker(BatchingThread):
 
     @property
     def _version(self) -> int:
-        """Of the weights in use."""
-        return self.head.description.weights_version
+        return self.head.description.weights_version  # of those in use
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""

@@ -53,15 +53,14 @@ async def serve(settings: Settings) -> int:
     serving.others["memory"] = worker.engine.memory
     async with AsyncExitStack() as stack:
         stack.push_async_callback(worker.stop)
-        servicer = VerifierServicer(settings, worker)
+        target, drafter = (pb.DESCRIPTOR.services_by_name for pb in (verifier_pb2, drafter_pb2))
         servicers: dict[ServiceDescriptor, object]
-        servicers = {verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]: servicer}
+        servicers = {target["VerifierService"]: VerifierServicer(settings, worker)}
         if heads:
             from ..drafter.service import drafting
 
             drafters = drafting(heads, SessionMetrics("drafter", metrics.registry), worker, worker)
-            service = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
-            servicers[service] = await stack.enter_async_context(drafters)
+            servicers[drafter["DrafterService"]] = await stack.enter_async_context(drafters)
         await serving.start(servicers, metrics.registry)
         worker.address = serving.address
         return await serving.until_stopped(worker.failed)

@@ -115,18 +115,12 @@ def packed(
     """Number and bytes of rows, the `picked` columns of (n, F) chunks with those of `layers`, in parts of at most
     `most_bytes`, or of one row; each is made when its turn comes.
     """
-    if not chunks:
-        return
-    most = max(1, most_bytes * len(layers) // (chunks[0][0].nbytes * len(picked)))
-    part: list[bytes] = []
-    count = 0
-    for rows in [chunk[at : at + most] for chunk in chunks for at in range(0, len(chunk), most)]:
-        if count + len(rows) > most:
-            yield count, b"".join(part)
-            part, count = [], 0
-        part.append(columns(rows, layers, picked).tobytes())
-        count += len(rows)
-    yield count, b"".join(part)
+    for rows in chunks:
+        own = columns(rows, layers, picked)
+        most = max(1, most_bytes // own[0].nbytes)
+        for at in range(0, len(own), most):
+            part = own[at : at + most]
+            yield len(part), part.tobytes()
 
 
 def columns(rows: Numbers, layers: tuple[int, ...], picked: tuple[int, ...]) -> Numbers:

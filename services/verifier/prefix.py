@@ -35,7 +35,7 @@ class Prefix:
     """One session's text as the cache knows it: its full blocks, and what has been committed behind them."""
 
     def __init__(self, table: BlockTable, cached: Sequence[CachedBlock], salt: str, layers: tuple[int, ...]) -> None:
-        """`cached`: the blocks that it begins with and that need not be prefilled. Without a salt none will be kept."""
+        """cached: the blocks that it begins with and that need not be prefilled. Without a salt none will be kept."""
         self.table, self.blocks = table, list(cached)
         self.reused_tokens = len(cached) * table.block_size
         self._layers = layers
@@ -45,11 +45,9 @@ class Prefix:
 
     def append(self, ids: Sequence[int], features: Numbers | None) -> None:
         """Take committed ids and their (n, F) features; their KV may not be in its place yet."""
-        if not self._salted:
-            return
-        self.ids += ids
-        if features is not None:
-            self._rows.append(features)
+        if self._salted:
+            self.ids += ids
+            self._rows += [] if features is None else [features]
 
     def cut(self) -> int:
         """Turn the first of `ids` into a full block, and return its number."""
@@ -124,11 +122,9 @@ class PrefixCache:
     def _keep(self, prefix: Prefix, number: int, use: int) -> None:
         """Keep the `number`th block of a session, the one that is here already if there is one."""
         block, at = prefix.blocks[number], int(prefix.table.blocks[number])
-        entry = self._held.get(block.digest)
-        if entry is not None:
-            at = entry[0]
-            if set(block.layers) <= set(entry[1].layers):
-                block = entry[1]
+        if entry := self._held.get(block.digest):
+            at, held = entry
+            block = held if set(block.layers) <= set(held.layers) else block
         elif len(self._held) >= self._most:
             evicted = self._pool.give_up()
             if evicted is None:

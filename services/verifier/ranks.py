@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from coppice.config.model import ModelSize, free_memory, head_bytes
+from coppice.config.model import fit_verifier
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import Settings
 from coppice.engine.engine import Engine
@@ -59,12 +59,11 @@ class Ranks:
         listener = socket.create_server((HOST, 0))  # of the host alone: whoever reaches it could be a rank
         port = listener.getsockname()[1]
         flags = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
-        module = f"{__package__}.ranks"
-        variables = environment() | {"MASTER_PORT": str(port)}
-        self._processes = [
-            spawn(module, flags, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
-        ]
-        for rank, process in enumerate(self._processes, 1):
+        self._processes = []
+        for rank in range(1, settings.ranks):
+            variables = environment() | {"MASTER_PORT": str(port), "RANK": str(rank)}
+            process = spawn(f"{__package__}.ranks", flags, None, variables)
+            self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         join(settings, 0, port, listener)
         try:
@@ -109,14 +108,8 @@ def join(settings: VerifierSettings, rank: int, port: int, listener: socket.sock
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     if settings.device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        HOST,
-        port,
-        settings.ranks,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener else None,
-    )
+    meeting: dict[str, Any] = {"is_master": rank == 0, "master_listen_fd": listener.detach() if listener else None}
+    store = dist.TCPStore(HOST, port, settings.ranks, wait_for_workers=False, **meeting)  # type: ignore[attr-defined]
     # Forwards are broadcast from the host, so that gloo is needed on CUDA too.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=_PATIENCE)
@@ -144,35 +137,18 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
     """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
     target's ranks need, and this rank's has the memory.
     """
-    wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
-    size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
-    size.check_ranks(ranks)
-    if ranks > 1:
-        _check_ranks(settings.device, ranks)
-    room = free_memory(settings.device)
-    if settings.device.startswith("cuda"):
-        # Of no other device: to ask for its memory takes some of it.
-        room = float(torch.cuda.mem_get_info((torch.device(settings.device).index or 0) + rank)[0])
-    if room is None and settings.kv_tokens:
-        return settings
-    heads = head_bytes(settings.drafters, settings.target, settings.dtype)
-    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room or 0.0, ranks=ranks, heads=heads)
-    return settings.model_copy(update={"kv_tokens": kv_tokens})
-
-
-def _check_ranks(device: str, ranks: int) -> None:
-    devices = torch.cuda.device_count()
-    if find_spec("accelerate") is None:
+    device, ranks, room, devices, reason = settings.device, settings.ranks, None, torch.cuda.device_count(), ""
+    if ranks > 1 and find_spec("accelerate") is None:
         reason = "need the package accelerate, which is not installed: in a checkout pip install '.[ranks]'"
-    elif device == "cuda" and devices < ranks:
+    elif ranks > 1 and device == "cuda" and devices < ranks:
         reason = f"take a CUDA device each, and torch finds {devices}"
-    elif device == "cpu" and devices:
-        reason = (
-            "would compute on the CUDA devices here: verifier.device cuda says so, CUDA_VISIBLE_DEVICES= hides them"
-        )
-    else:
-        return
-    raise InvalidField("verifier.ranks", f"{ranks} ranks {reason}")
+    elif ranks > 1 and device == "cpu" and devices:
+        reason = "would compute on the CUDA devices here: verifier.device cuda, or CUDA_VISIBLE_DEVICES= hides them"
+    if reason:
+        raise InvalidField("verifier.ranks", f"{ranks} ranks {reason}")
+    if device.startswith("cuda"):  # of no other device: to ask for its memory takes some of it
+        room = float(torch.cuda.mem_get_info((torch.device(device).index or 0) + rank)[0])
+    return settings.model_copy(update={"kv_tokens": fit_verifier(settings, room)})
 
 
 async def serve(settings: Settings) -> int:

@@ -108,26 +108,22 @@ class VerifierServicer:
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext
     ) -> verifier_pb2.DescribeTargetResponse:
-        return verifier.target_to_wire(
-            TargetDescription(
-                name=self.settings.verifier.name,
-                vocab_size=self.info.vocab_size,
-                max_len=self.max_len,
-                layers=self.info.layers,
-                hidden_size=self.info.hidden_size,
-                eos_ids=self.info.eos_ids,
-                dtype=self.info.dtype,
-                kv_tokens=self.settings.verifier.kv_tokens,
-                kv_tokens_used=self.worker.kv_tokens_used,
-                prefix_cache_tokens=self.settings.verifier.prefix_cache_tokens,
-                sessions=self._opened - self._closed,
-                sessions_opened=self._opened,
-                sessions_closed=self._closed,
-                repetition_penalty=self.worker.repetition_penalty,
-                weights_hash=self.info.weights_hash,
-                bits_hash=self.worker.engine.bits_hash,
-            )
+        info, settings, worker = self.info, self.settings.verifier, self.worker
+        names = ("vocab_size", "layers", "hidden_size", "eos_ids", "dtype", "weights_hash")
+        description = TargetDescription(
+            **{name: getattr(info, name) for name in names},
+            name=settings.name,
+            max_len=self.max_len,
+            kv_tokens=settings.kv_tokens,
+            kv_tokens_used=worker.kv_tokens_used,
+            prefix_cache_tokens=settings.prefix_cache_tokens,
+            sessions=self._opened - self._closed,
+            sessions_opened=self._opened,
+            sessions_closed=self._closed,
+            repetition_penalty=worker.repetition_penalty,
+            bits_hash=worker.engine.bits_hash,
         )
+        return verifier.target_to_wire(description)
 
 
 def _add(

@@ -6,7 +6,7 @@ noise, unless a device drew; `pq_draws` draws by the p/q rule, for chains sample
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +40,8 @@ MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and 
 _SCORED_ROWS = 64  # of a prompt that are in float32 at once
 
 
-class Walk(NamedTuple):
-    """Where a walk went: the accepted nodes in order, root excluded, and the next root, None where none follows."""
-
-    path: tuple[int, ...]
-    drawn: int | None
+Walk = tuple[tuple[int, ...], int | None]
+"""Where a walk went: the accepted nodes in order, root excluded, and the next root, None where none follows."""
 
 
 def walk(
@@ -59,26 +56,24 @@ def walk(
     tree does not hold is the next root like any other.
     """
     tokens, children = tree.tokens.tolist(), tree.children()
-    at = [0]  # every node that spells the accepted text
-    depth = 0
+    at, depth = [0], 0  # every node that spells the accepted text
     while max_accept is None or depth < max_accept:
         token = drawn(at[0])
         onward = [child for node in at for child in children[node] if tokens[child - 1] == token]
         if not onward:
-            return Walk(path_to(tree, at[0]), token)
+            return path_to(tree, at[0]), token
         at, depth = onward, depth + 1
         if token in stop_ids:
             break
-    return Walk(path_to(tree, at[0]), None)
+    return path_to(tree, at[0]), None
 
 
 def path_to(tree: DraftTree, node: int) -> tuple[int, ...]:
     """The nodes from the root, excluded, to `node`."""
-    path = []
+    path: tuple[int, ...] = ()
     while node:
-        path.append(node)
-        node = int(tree.parents[node - 1])
-    return tuple(reversed(path))
+        path, node = (node, *path), int(tree.parents[node - 1])
+    return path
 
 
 def pq_draws(
@@ -191,10 +186,8 @@ class Session:
         """Raise StaleFence unless the step continues exactly what is committed here, and that has room for a root."""
         expected = (self.step + 1, self.committed_len, self.hash)
         if (fence.step, fence.committed_len, fence.committed_hash) != expected:
-            raise StaleFence(
-                f"step {fence.step} on {fence.committed_len} tokens with hash {fence.committed_hash:016x}; expected "
-                f"step {expected[0]} on {expected[1]} tokens with hash {expected[2]:016x}"
-            )
+            sent = f"step {fence.step} on {fence.committed_len} tokens with hash {fence.committed_hash:016x}"
+            raise StaleFence("{}; expected step {} on {} tokens with hash {:016x}".format(sent, *expected))
         if self.committed_len >= self.request.max_len:
             raise StaleFence(f"step {fence.step} comes behind the end of the text at {self.request.max_len} tokens")
 

@@ -71,16 +71,14 @@ def repetition_penalty(folder: str | Path, mode: str) -> float:
         return 1.0
     files = [Path(folder) / name for name in ("generation_config.json", "config.json")]  # older folders have one file
     config: dict[str, Any] = json.loads(next(filter(Path.is_file, files)).read_text(encoding="utf-8"))
-    field = "verifier.generation_config"
-    unserved = [name for name in NEUTRAL if config.get(name) not in (None, [], {}, NEUTRAL[name])]
-    if unserved:
+    if unserved := [name for name in NEUTRAL if config.get(name) not in (None, [], {}, NEUTRAL[name])]:
         reason = f"the target's generation_config.json sets {', '.join(unserved)}, which is not served"
-        raise InvalidField(field, f"{reason}; 'ignore' ignores it")
-    own = config.get("repetition_penalty")
+        raise InvalidField("verifier.generation_config", f"{reason}; 'ignore' ignores it")
+    own, least, most = config.get("repetition_penalty"), LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
     penalty = 1.0 if own is None else float(own)
-    if not LEAST_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
-        bounds = f"{LEAST_REPETITION_PENALTY}..{MAX_REPETITION_PENALTY}"
-        raise InvalidField(field, f"the target's repetition_penalty {penalty} is not in {bounds}")
+    if not least <= penalty <= most:
+        reason = f"the target's repetition_penalty {penalty} is not in {least}..{most}"
+        raise InvalidField("verifier.generation_config", reason)
     return penalty
 
 
@@ -127,12 +125,9 @@ class Worker(BatchingThread):
 
     def follow(self, ref: FeatureRef) -> Feed:
         """Feature rows of a session from a position on, then what each step commits, until `cancel`."""
-        return Feed(
-            ref,
-            self.engine.info.dtype,
-            lambda feed: self.run(partial(self._take_follow, feed)),
-            lambda feed: self.post(partial(self._take_unfollow, feed)),
-        )
+        begin, end = self._take_follow, self._take_unfollow
+        dtype = self.engine.info.dtype
+        return Feed(ref, dtype, lambda feed: self.run(partial(begin, feed)), lambda feed: self.post(partial(end, feed)))
 
     def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
@@ -239,10 +234,9 @@ class Worker(BatchingThread):
         self._note_kv()
 
     def _take_follow(self, feed: Feed) -> Window:
-        session = self._by_name.get(feed.ref.session)
-        if session is None:
-            raise NotFound(f"no session {feed.ref.session} here")
-        return session.follow(feed)
+        if session := self._by_name.get(feed.ref.session):
+            return session.follow(feed)
+        raise NotFound(f"no session {feed.ref.session} here")
 
     def _take_unfollow(self, feed: Feed) -> None:
         session = self._by_name.get(feed.ref.session)
@@ -322,9 +316,9 @@ class Worker(BatchingThread):
     def _account(self, jobs: list[Job], steps: list[int], output: ForwardOutput, started: int) -> VerifyTimings:
         """What all sessions of a forward are told of it; metrics and the pruner learn from it. steps: of which keys."""
         rows, plain_ns, ended = sum([len(job.piece.tokens) for job in jobs]), 0, time.perf_counter_ns()
+        forward_ns = output.forward_ns
         self.metrics.forwards.inc()
         self.metrics.rows.inc(rows)
-        forward_ns = output.forward_ns
         self.metrics.forward_seconds.observe(forward_ns / 1e9)
         for job in jobs:
             job.forward_ns += forward_ns
@@ -369,15 +363,9 @@ class Worker(BatchingThread):
                 continue
             if answer is None:
                 continue
-            ended = time.perf_counter_ns()
-            timings = replace(
-                shared,
-                queue_ns=job.started - job.arrived,
-                forward_ns=job.forward_ns,
-                accept_ns=ended - began,
-                total_ns=ended - job.arrived,
-            )
-            answers.append((job, replace(answer, timings=timings)))
+            ended, queue_ns = time.perf_counter_ns(), job.started - job.arrived
+            own = {"accept_ns": ended - began, "total_ns": ended - job.arrived, "forward_ns": job.forward_ns}
+            answers.append((job, replace(answer, timings=replace(shared, queue_ns=queue_ns, **own))))
         for job, whole in answers:
             self._end(job, whole)
 

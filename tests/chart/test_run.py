@@ -29,7 +29,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coppice.client.client import Client
-from coppice.stack.redis_server import find_server
+from coppice.stack.process import find_redis
 from coppice.testing.reference import Reference
 from tests.certificates import Authority
 from tests.chart.chart import component, containers, objects, of_kind, pods
@@ -222,7 +222,7 @@ def test_the_charts_redis_takes_its_password_where_nobody_sees_it(name: str, tmp
         [part.replace("6379", str(port)).replace("/tls/", f"{tmp_path}/") for part in each]
         for each in (container["command"], container["livenessProbe"]["exec"]["command"])
     )
-    server = find_server()
+    server = find_redis()
     assert server is not None
     variables = {"PATH": f"{server.parent}:{os.environ['PATH']}", "REDIS_PASSWORD": "hush"}
     log = tmp_path / "log"

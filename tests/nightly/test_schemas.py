@@ -19,6 +19,6 @@ pytestmark = pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", [None, 0, 1], ids=["the demo's target", "a tiny one", "another"])
 def test_every_schema_is_kept(seed: int | None, tmp_path: Path) -> None:
     target = None if seed is None else make_target(tmp_path / "target", 300, seed=seed)
-    head = HeadSpec("self", "lm", target) if target else HeadSpec.shipped("specblock-code")
+    head = HeadSpec("self", "lm", target) if target else HeadSpec.parse("specblock-code")
     with serving(tmp_path, target, head, HeadSpec("lookup", "lookup")) as stack, Client(stack.address) as client:
         assert check_schemas(client, COUNT, f"single:{head.name}", "merge", "auto") > COUNT

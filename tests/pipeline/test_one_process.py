@@ -25,7 +25,7 @@ from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference

@@ -17,7 +17,7 @@ from coppice.adaptation.signals import Demand, Sample, redis_key
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk

@@ -24,8 +24,7 @@ import yaml
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unauthenticated
 from coppice.rpc.channels import Dialer
-from coppice.stack.process import Ready
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis, Ready
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
 from coppice.wire.generation import Chunk

@@ -25,7 +25,7 @@ from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound
 from coppice.limits import SKETCH
 from coppice.rpc.channels import Dialer
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.telemetry import metric
 from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.drafter import HeadDescription

@@ -22,7 +22,7 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import LEASE_S, POLL_S, Directory, Registry, directory, own_registries
 from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.wire.common import FeatureRef
 from services.drafter.service import Verifiers
 from tests.fake_service import SERVICES, Anything

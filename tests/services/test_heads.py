@@ -25,7 +25,7 @@ from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.rpc.channels import Dialer
 from coppice.speculation.tree import DraftTree
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.telemetry import metric, scrape
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import Chunk

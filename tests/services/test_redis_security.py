@@ -15,7 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from coppice.adaptation.signals import Producer
 from coppice.rpc.redis_connection import Connection
-from coppice.stack.redis_server import find_server
+from coppice.stack.process import find_redis
 from services.adapter.loop import AdapterMetrics
 from services.adapter.service import Inbox, Lease
 from tests.certificates import Authority, documented
@@ -45,7 +45,7 @@ class StrictRedis:
         if scheme == "rediss":
             options |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
             options |= {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
-        command = [str(find_server()), *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+        command = [str(find_redis()), *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def url(self, user: str, password: str = "", host: str = "127.0.0.1", trusting: bool = True) -> str:

