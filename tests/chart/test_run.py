@@ -1,11 +1,10 @@
-"""What the chart runs is what is tested: the containers of values-one-gpu.yaml, and of values-hub.yaml with what an
-operator adds, started here by their own commands and environments, find each other and answer through the port of the
-orchestrator's Service with the target's own text.
+"""What the chart runs is what is tested: the containers of values-one-gpu.yaml, started here by their own commands and
+environments, find each other and answer through the port of the orchestrator's Service with the target's own text; and
+what values-hub.yaml downloads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,12 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -39,6 +36,7 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
 VOCAB, NEW = 300, 32
+MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 # Every pod has an address of its own, as in a cluster, so that ports are the chart's.
 NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
@@ -50,7 +48,7 @@ class Release:
 
     name: str
     folder: Path
-    """the volumes' files: models and tokens"""
+    """the volume's files"""
     addresses: dict[str, str]
     variables: dict[str, dict[str, str]]
     """each pod's environment; what a cluster with a GPU has and this machine has not is replaced"""
@@ -77,7 +75,7 @@ class Release:
         for host, address in self.addresses.items():
             text = text.replace(f"dns:{host}:", f"dns:{address}:")
         text = text.replace("coppice:50051", f"{self.addresses['coppice-orchestrator']}:50051")
-        text = text.replace("/models/", f"{self.folder}/models/").replace("/tokens/", f"{self.folder}/tokens/")
+        text = text.replace("/models/", f"{self.folder}/models/")
         here = {"0.0.0.0": self.addresses[pod], "cuda": "cpu", "bfloat16": "float32"}
         here |= {"https://hub.example.com": self.hub, **dict.fromkeys(self.addresses, "localhost")}
         return here.get(text, text)
@@ -104,10 +102,6 @@ class Release:
         """Run every container in the order in which a cluster would find all that it waits for."""
         for name, pod in self.pods.items():
             (container,) = pod["spec"]["containers"]
-            ends = component(pod) == "models"
-            for each in (*pod["spec"].get("initContainers", []), *([container] if ends else [])):
-                done = self.run(name, each)
-                assert done.returncode == 0, done.stderr
             self.variables[name] = self.environment(name, container)
             if container["command"][:2] == ["python", "-m"]:
                 flags = container.get("args", [])
@@ -133,33 +127,15 @@ def release(start_service: Callable[..., Service], tmp_path_factory: pytest.Temp
     return release
 
 
-def test_operators_day(start_service: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """values-hub.yaml with what clusters need: the Job downloads once, the services find each other and answer."""
+def test_the_job_fetches_every_model_of_the_hub(tmp_path: Path) -> None:
+    """By the commands and environments of values-hub.yaml with what an operator adds."""
     release = placed("day", tmp_path, 1)
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens/tokens").write_text(f"me {hashlib.sha256(b'secret').hexdigest()}\n")
-    targets = {name: make_target(tmp_path / "hub" / name, VOCAB) for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")}
-    with serving(**targets) as release.hub:
-        release.start(start_service)
-    fetching = [name for name, pod in release.pods.items() for each in containers(pod) if "fetch" in each["command"]]
-    assert {component(release.pods[name]) for name in fetching} == {"models"}
-    prompt, reference = (5, 9, 13, 5, 9), Reference(targets["Qwen/Qwen3-8B"], "float32", threads=1)
-    monkeypatch.setenv("COPPICE_TOKEN", "secret")
-    with Client(release.address) as client:
-        for policy in ("route", "single:small", "single:lookup"):
-            answer = client.generate(prompt, policy=policy, max_new_tokens=NEW, ignore_eos=True)
-            assert answer.ids == reference.greedy(prompt, NEW).ids
-            assert answer.heads
-    web, known = release.address.replace("50051", "8000"), {"Authorization": "Bearer secret"}
-    with urlopen(Request(f"http://{web}/v1/models", headers=known), timeout=10) as models:
-        assert [each["id"] for each in json.load(models)["data"]] == ["Qwen/Qwen3-8B", "qwen"]
-    for name, status in (("Qwen/Qwen3-8B", 200), ("qwen", 200), ("target", 404)):
-        body = json.dumps({"model": name, "prompt": [5, 9], "max_tokens": 2}).encode()
-        http = Request(f"http://{web}/v1/completions", body, known | {"Content-Type": "application/json"})
-        with nullcontext() if status == 200 else pytest.raises(HTTPError, match=str(status)):
-            urlopen(http, timeout=10)
-    (container,) = release.pods["coppice-test"]["spec"]["containers"]
-    assert json.loads(release.run("coppice-test", container).stdout)["ids"]
+    (name,) = [name for name, pod in release.pods.items() if component(pod) == "models"]
+    with serving(**{model: make_target(tmp_path / model, VOCAB) for model in MODELS}) as release.hub:
+        for container in containers(release.pods[name]):
+            done = release.run(name, container)
+            assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "models").rglob("config.json"))) == len(MODELS)
 
 
 def test_a_generation_through_the_service_is_the_targets_own(release: Release) -> None:

@@ -98,14 +98,13 @@ class SlowParallelSpec(SlowMedusa):
 SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize(
-    ("kind", "shape", "told"),
+    ("kind", "shape", "told", "sampling"),
     [
-        ("medusa", {}, {"top_k": 4}),
-        ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10}),
-        ("parallelspec", {}, {"top_k": 4}),
-        ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3}),
+        ("medusa", {}, {"top_k": 4}, SAMPLED),
+        ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10}, GREEDY),
+        ("parallelspec", {}, {"top_k": 4}, SAMPLED),
+        ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3}, GREEDY),
     ],
 )
 def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
@@ -173,7 +172,8 @@ def test_one_command_trains_one_and_one_serves_all(place: Path, tmp_path: Path) 
 
 
 def test_rank_reports_what_the_rank_head_knows(place: Path, tmp_path: Path) -> None:
-    head = f"sb=specblock:{trained(place, 'specblock')}"
+    shape = {"vocab_size": 300, "draft_vocab_size": 200, "feature_layers": (1, 2, 3)}
+    head = f"sb=specblock:{save_random(tmp_path / 'head', 'specblock', **shape)}"
     flags = ["paper", "rank", "--target", str(place / "target"), "--head", head, "--n", "2", "--max-new-tokens", "16"]
     ended = CliRunner().invoke(bench, [*flags, "--json", str(tmp_path / "rank.json")])
     assert ended.exit_code == 0, ended.output

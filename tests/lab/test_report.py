@@ -1,8 +1,7 @@
-"""Prompt files and questions, reports and checks, verdicts on answers, and what `bench adapt` and the demo show."""
+"""Prompt files and questions, reports and checks, verdicts on answers, and what `bench adapt` shows."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +11,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from coppice.client.client import Client
 from coppice.config.model import read_tokenizer
 from coppice.engine.engine import Context
 from coppice.errors import InvalidField, Unavailable
-from coppice.prompts import FilePrompt, demo_prompts, read_prompts
+from coppice.prompts import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import EPS, Reference, TargetText, judge_token
 from coppice.v1 import adapter_pb2 as pb
 from lab.adapt import Lane, adapt_line, report_lanes, stream_of
-from lab.cli import PROMPTS, stream_coloured
-from lab.measuring import Report, Row, exactness, make_row, reference_of, reporting, table, verdicts_of
+from lab.measuring import Report, Row, exactness, make_row, reference_of, reporting, verdicts_of
 from lab.options import Options, Question, own_prompts, read_questions
-from tests.fake_service import echo_server
 from tests.lab.conftest import completion
 from tests.tiny import make_target
 
@@ -69,18 +65,6 @@ def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_i
     report.print(Console())
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == signs
     assert report.ok == ("FAILED" not in signs)
-
-
-def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
-    lines = [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}]
-    assert table("x", lines, {"share": ".0%"}).splitlines() == [
-        "x",
-        "",
-        "| name |  tau | share |",
-        "| ---- | ---: | ----: |",
-        "| a    | 1.23 |     - |",
-        "| b    |    - |   50% |",
-    ]
 
 
 def test_figures_that_were_measured_survive_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,16 +244,3 @@ def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
     assert [(line["updates"], line["reverts"], line["training s"]) for line in lines] == [(0, 0, 0.0), (1, 1, 2.0)]
     assert [part["updates"] for part in rows[1]["parts"]] == [1, 1, 0]
     assert json.loads(json.dumps(rows[1]["changes"]))[0]["query"] == 3
-
-
-# --- what the demo shows of an answer ---
-
-
-def test_the_demo_streams_one_prompt_of_each_category_with_its_figures() -> None:
-    taken = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
-    assert [prompt.category for prompt in taken] == ["code", "maths", "story"]
-    shown = io.StringIO()
-    with echo_server() as (address, _), Client(address) as client:
-        stream_coloured(Console(file=shown, color_system=None), client, FilePrompt("abcde", "code"))
-    figures = "5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted"
-    assert shown.getvalue().splitlines()[1:] == ["code: abcde", "abcde", figures]

@@ -19,7 +19,7 @@ from coppice.testing.reference import Reference
 from tests.stacks import serving
 from tests.tiny import make_target
 
-VOCAB = 300
+VOCAB, NAMES = 300, ("tiny", "second")
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call_start|>", "<|tool_call_end|>")
 """special tokens of the target, as some families have them around calls of tools"""
 HEADS = ("specblock-code", "lookup")
@@ -39,7 +39,7 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     A test that kills one of them starts it again.
     """
     heads = HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup")
-    with serving(tmp_path_factory.mktemp("logs"), target, *heads, http_port=0) as running:
+    with serving(tmp_path_factory.mktemp("logs"), target, *heads, http_port=0, name=",".join(NAMES)) as running:
         yield running
 
 

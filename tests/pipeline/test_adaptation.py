@@ -53,7 +53,7 @@ def plain(stack: Stack) -> Texts:
     with Client(stack.address) as client:
         return {
             (prompt, sampling): client.generate(prompt, sampling=sampling, **PLAIN).ids  # type: ignore[arg-type]
-            for prompt, sampling in itertools.product(PROMPTS, SAMPLINGS)
+            for prompt, sampling in itertools.product(PROMPTS[:2], SAMPLINGS)
         }
 
 
@@ -77,7 +77,7 @@ def test_texts_are_plains_while_both_heads_are_adapted(stack: Stack, plain: Text
         until = time.monotonic() + 300  # a full machine trains slowly
         for number, policy in enumerate(itertools.cycle(POLICIES), 1):
             answers_are_plains(client, plain, policy)
-            if number >= len(POLICIES) and all(head.events >= 2 for head in status(stack)):
+            if number >= len(POLICIES) and all(head.events for head in status(stack)):
                 break
             assert time.monotonic() < until, status(stack)
     assert {head.head for head in status(stack)} == set(KINDS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -47,24 +50,29 @@ def variables(start_service: Callable[..., Service]) -> dict[str, str]:
     return {**os.environ, **urls, "OPENAI_API_KEY": "none"}
 
 
-def run(variables: dict[str, str], *command: str, typed: str = "") -> str:
-    """What an example prints."""
-    done = subprocess.run(command, env=variables, input=typed, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(variables: dict[str, str], example: str, *arguments: str, typed: str = "") -> str:
+    """What an example in Python prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [example, *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return printed.getvalue()
 
 
 def test_the_sdk_streams(variables: dict[str, str]) -> None:
     with Client(variables["COPPICE_ADDRESS"]) as client:
         expected = client.generate("Once upon a time", temperature=0.8, seed=3, max_new_tokens=64, policy="plain")
         assert set(client.describe().heads) == {"code", "lookup"}
-    *text, figures = run(variables, sys.executable, "examples/client.py", "Once upon a time").splitlines()
+    *text, figures = run(variables, "client.py", "Once upon a time").splitlines()
     assert "\n".join(text) == expected.text
     assert figures.startswith(f"{expected.new_tokens} tokens in ")
 
 
 def test_a_chat_goes_on(variables: dict[str, str]) -> None:
-    answers = run(variables, sys.executable, "examples/chat.py", typed="Hi.\nGo on.\n\n")
+    answers = run(variables, "chat.py", typed="Hi.\nGo on.\n\n")
     with Client(variables["COPPICE_ADDRESS"]) as client:
         talk = [{"role": "user", "content": "Hi."}]
         first = client.generate(talk, max_new_tokens=32).text
@@ -75,14 +83,16 @@ def test_a_chat_goes_on(variables: dict[str, str]) -> None:
 def test_a_chain_of_langchain_streams(variables: dict[str, str]) -> None:
     with Client(variables["COPPICE_ADDRESS"]) as client:
         expected = client.generate([{"role": "user", "content": "Tell me about a lamp."}], max_new_tokens=32).text
-    assert run(variables, sys.executable, "examples/langchain_chain.py") == expected != ""
+    assert run(variables, "langchain_chain.py") == expected != ""
 
 
 def test_node_streams(variables: dict[str, str], pytestconfig: pytest.Config) -> None:
     installed = node_modules(pytestconfig, "grpc", "@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
     with Client(variables["COPPICE_ADDRESS"]) as client:
         expected = client.generate("Once upon a time", temperature=0.8, seed=3, max_new_tokens=64).text
-    assert run({**variables, "NODE_PATH": str(installed)}, "node", "examples/client.js") == expected
+    told = {"env": {**variables, "NODE_PATH": str(installed)}, "cwd": ROOT, "timeout": 60}
+    done = subprocess.run(["node", "examples/client.js"], capture_output=True, text=True, **told)
+    assert (done.returncode, done.stdout) == (0, expected)
 
 
 def test_what_prometheus_and_grafana_are_told_is_there(variables: dict[str, str]) -> None:

@@ -19,17 +19,21 @@ from pathlib import Path
 import psutil
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from typer.testing import CliRunner
 
 from coppice.client.client import Client
 from coppice.stack.launch import MODULES
+from coppice.stack.process import await_end
+from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
-from tests.stacks import up
+from coppice.training.cli import app as train
+from tests import fork_server
+from tests.stacks import serving, up
 from tests.tiny import make_target
 
 ROOT = Path(__file__).parents[2]
-COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
 PROMPT = (5, 80, 7, 9) * 6
-NEW = 48
+NEW = 32
 
 
 def blocks(language: str) -> list[str]:
@@ -76,28 +80,24 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def found(package: Path) -> Iterator[None]:
+    """This process and those that it starts find what is installed there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(package)
+        patch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(found: None, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of the package's head that is trained, and what the command said."""
     folder = tmp_path_factory.mktemp("trained")
     texts = "<|endoftext|>".join(f"one two three four {number}" for number in range(300))
     (folder / "texts.txt").write_text(texts)
     options = ("--data", f"words={folder / 'texts.txt'}", "--target", str(target), "--out", str(folder / "linear"))
-    command = [*COPPICE, "train", "head", "--kind", "linear", "--tokens", "4096", *options]
-    run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return folder / "linear", run.stdout
-
-
-@pytest.fixture(scope="module")
-def address(
-    package: Path, target: Path, trained: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """A stack with the packages' heads and policy beside a head of ours."""
-    ready = tmp_path_factory.mktemp("up") / "ready.json"
-    heads = ("mine=repeat", "lookup=lookup", f"linear=linear:{trained[0]}")
-    told = ["--target", str(target), "--policy", "deepest", *(part for head in heads for part in ("--head", head))]
-    with up([*COPPICE, "up", *told], ready, beside(package)):
-        yield json.loads(ready.read_text())["address"]
+    ended = CliRunner().invoke(train, ["head", "--kind", "linear", "--tokens", "4096", *options])
+    assert ended.exit_code == 0, ended.output
+    return folder / "linear", ended.output
 
 
 def test_a_head_of_a_package_is_trained(trained: tuple[Path, str]) -> None:
@@ -108,11 +108,19 @@ def test_a_head_of_a_package_is_trained(trained: tuple[Path, str]) -> None:
     assert "# A linear draft head for target" in (folder / "README.md").read_text()
 
 
-def test_the_heads_keep_the_contract(package: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_heads.py"]
-    run = subprocess.run(command, cwd=package, env=beside(package), capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    assert re.search(r"\b16 passed", run.stdout)
+def test_the_heads_keep_the_contract(package: Path, tmp_path: Path) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(package), str(package / "test_heads.py")]
+    running = fork_server.fork("pytest", options, tmp_path / "log", beside(package))
+    assert await_end(running, 100) == 0, (tmp_path / "log").read_text()
+    assert re.search(r"\b16 passed", (tmp_path / "log").read_text())
+
+
+@pytest.fixture(scope="module")
+def address(target: Path, trained: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A stack with the packages' heads and policy beside a head of ours."""
+    heads = HeadSpec("mine", "repeat"), HeadSpec("lookup", "lookup"), HeadSpec("linear", "linear", trained[0])
+    with serving(tmp_path_factory.mktemp("logs"), target, *heads, policy="deepest") as running:
+        yield running.address
 
 
 def test_texts_are_exact_under_both(address: str, target: Path) -> None:

@@ -7,25 +7,27 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import ClassVar
+from typing import Any, ClassVar
+from urllib.error import HTTPError
 from urllib.parse import unquote
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.client.client import Client
-from coppice.commands.up import find_model
-from coppice.errors import InvalidField
+from coppice.commands.up import fetch, find_model
+from coppice.errors import InvalidField, Unauthenticated
 from coppice.heads.checkpoints import TargetParts
-from coppice.testing.reference import Reference, TargetText
+from coppice.testing.reference import Reference
+from tests.processes import free_port
 from tests.stacks import up
 from tests.tiny import make_gguf, make_target
 
@@ -33,6 +35,7 @@ COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
 NAME, TAG, COMMIT = "acme/tiny", "v1", "c0ffee" + 34 * "0"
 UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "original/model.safetensors", "consolidated.safetensors")
 PROMPT = (5, 80, 7, 80, 7, 80)
+TOKEN, OPTIONS = "s3cret", "--kv-tokens 4096 --budget 5 --max-tokens 40 --threads 1 --head own=lookup"
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -95,7 +98,7 @@ def serving(**folders: Path) -> Iterator[str]:
     """The address of a hub that has models."""
     FakeHub.folders, FakeHub.fetched = folders, set()
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -109,59 +112,101 @@ def hub(target: Path) -> Iterator[str]:
         yield address
 
 
-def test_a_model_of_the_hub_is_fetched_and_served_under_its_name(hub: str, target: Path, tmp_path: Path) -> None:
-    ready = tmp_path / "ready.json"
-    command = [*COPPICE, "up", NAME, "--revision", TAG]
+def use(hub: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let this process ask a hub, and keep in a folder what it gets."""
+    patch.setattr("huggingface_hub.constants.ENDPOINT", hub)
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub + template)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+
+def asked(url: str, body: Any = None, token: str = TOKEN) -> tuple[int, Any]:
+    """Status and body of a call."""
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = Request(url, json.dumps(body).encode() if body else None, headers)
+    try:
+        with urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_model_of_the_hub_is_fetched_and_served_by_what_up_was_told(
+    hub: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its name, with a chat template, a token and bounds."""
+    template, ready, logs, port = tmp_path / "chat.jinja", tmp_path / "ready.json", tmp_path / "logs", free_port()
+    template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    command = [*COPPICE, "up", NAME, "--revision", TAG, *OPTIONS.split(), "--token", TOKEN]
+    command += ["--chat-template", str(template), "--log-dir", str(logs)]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "COPPICE_"))}
     variables |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
-    with (
-        up([*command, "--head", "own=lookup"], ready, variables) as process,
-        Client(json.loads(ready.read_text())["address"]) as client,
-    ):
-        assert client.describe().name == NAME
-        ids = client.generate(PROMPT, max_new_tokens=16, ignore_eos=True).ids
+    with up(command, ready, variables, http_port=port) as process:
+        address, url = json.loads(ready.read_text())["address"], f"http://127.0.0.1:{port}"
+        assert [model["id"] for model in asked(f"{url}/v1/models")[1]["data"]] == [NAME]
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert asked(f"{url}/tokenize", chat) == asked(f"{url}/tokenize", {"prompt": "Hi;"})
+        assert asked(f"{url}/v1/models", token="wrong")[0] == 401
+        with Client(address) as client, pytest.raises(Unauthenticated):
+            client.describe()
+        monkeypatch.setenv("COPPICE_TOKEN", TOKEN)
+        with Client(address) as client:
+            described = client.describe()
+            assert (described.name, described.default_budget, described.has_chat_template) == (NAME, 5, True)
+            with pytest.raises(InvalidField, match=r"max_new_tokens: 41 is outside 0\.\.40; a context of \d+ tokens"):
+                client.generate(PROMPT, max_new_tokens=41)
+            ids = client.generate(PROMPT, max_new_tokens=16, ignore_eos=True).ids
         process.terminate()
-        assert "Fetching" in process.communicate(timeout=60)[1]  # progress
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Fetching" in err  # progress
+    assert "token    clients send it" in out
+    assert "float32 on cpu with 1 thread\n" in out
+    assert TOKEN not in out + "".join(log.read_text() for log in logs.iterdir())
     assert ids == Reference(target, "float32", threads=1).greedy(PROMPT, 16).ids
     expected = {str(file.relative_to(target)) for file in target.rglob("*.*")} - set(UNWANTED)
     assert FakeHub.fetched == expected
 
 
-def test_a_gguf_file_of_the_hub_is_served_by_the_end_of_its_name(target: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_of_the_hub_is_found_by_the_end_of_its_name(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gguf")
-    folder, ready, model = tmp_path / "repository", tmp_path / "ready", f"{NAME}:Q8_0"
+    folder, model = tmp_path / "repository", f"{NAME}:Q8_0"
     folder.mkdir()
     for kind in ("Q8_0", "F32"):
         make_gguf(target, folder / f"tiny-{kind}.gguf", kind)
-    command = [*COPPICE, "up", model]
     with serving(**{NAME: folder}) as hub:
-        variables = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}
-        with up(command, ready, variables), Client(json.loads(ready.read_text())["address"]) as client:
-            assert client.describe().name == model
-            answer = client.generate("ab cö", max_new_tokens=16, ignore_eos=True)
-        assert FakeHub.fetched == {"tiny-Q8_0.gguf"}
-    (folder,) = tmp_path.glob("cache/coppice/*/tiny-Q8_0")
-    assert answer.ids == Reference(folder, "float32", threads=1).greedy(TargetText(folder).encode("ab cö"), 16).ids
+        use(hub, tmp_path, monkeypatch)
+        file, name = find_model(model, None, None)
+    assert file
+    assert (name, file.read_bytes()) == (model, (folder / "tiny-Q8_0.gguf").read_bytes())
+    assert FakeHub.fetched == {"tiny-Q8_0.gguf"}
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_heads_get_the_shards_that_they_share_alone(sharded: bool, target: Path, hub: str, tmp_path: Path) -> None:
+def test_heads_get_the_shards_that_they_share_alone(
+    sharded: bool,
+    target: Path,
+    hub: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = Path(shutil.copytree(target, tmp_path / "repository"))
     FakeHub.folders = {NAME: folder}
     model = AutoModelForCausalLM.from_pretrained(target)
     if sharded:
         model.save_pretrained(folder, max_shard_size="20KB")
         (folder / "model.safetensors").unlink()
-    link = tmp_path / "models" / "target"
+    link, whole = tmp_path / "models" / "target", {file.name for file in folder.glob("model*.safetensors")}
     for part in ("tokenizer", "heads", "all"):
-        run = [*COPPICE, "fetch", NAME, "--revision", TAG]
-        variables = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / f"models/{part}")}
+        use(hub, tmp_path / f"models/{part}", monkeypatch)
         FakeHub.fetched = set()
-        done = subprocess.run([*run, "--part", part, "--link", link], env=variables, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"{link}\n"), done.stderr
+        fetch(NAME, TAG, part, link)  # type: ignore[arg-type]
+        assert capsys.readouterr().out == f"{link}\n"
         shards = {file.name for file in link.glob("*.safetensors")}
         assert shards == {name for name in FakeHub.fetched if name.endswith(".safetensors")}
-        whole = {file.name for file in folder.glob("model*.safetensors")}
         if part == "heads":
             parts = TargetParts(link)
             assert torch.equal(parts.embedding, model.get_input_embeddings().weight)
@@ -169,8 +214,8 @@ def test_heads_get_the_shards_that_they_share_alone(sharded: bool, target: Path,
             assert (shards < whole) == sharded
         assert part == "heads" or shards == (whole if part == "all" else set())
         assert (link / "tokenizer.json").is_file()
-    done = subprocess.run([*run, "--link", folder], env=variables, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"coppice: link: {folder} is a folder already\n")
+    with pytest.raises(InvalidField, match=f"link: {folder} is a folder already"):
+        fetch(NAME, TAG, link=folder)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +245,7 @@ def test_what_cannot_be_fetched_is_named(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", variables.get("HF_ENDPOINT", hub))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    use(variables.get("HF_ENDPOINT", hub), tmp_path, monkeypatch)
     with pytest.raises(InvalidField, match=re.escape(reason)):
         find_model(model, folder, revision)
     assert FakeHub.fetched == set()

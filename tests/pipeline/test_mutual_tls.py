@@ -80,12 +80,6 @@ def test_the_adapter_reaches_its_drafters_and_listens_to_operators_alone(stack: 
             client.pause()
 
 
-def test_no_process_talks_to_the_nameless(stack: Stack) -> None:
-    for ready in stack.services.values():
-        with Client(ready.address, dialer=Dialer()) as client, pytest.raises(Unavailable):
-            client.describe(timeout=2)
-
-
 def completed(stack: Stack, authority: Authority, token: str = TOKEN, n: int = 1) -> tuple[int, Any]:
     """Status and body of a completion over HTTPS, by who trusts an authority."""
     body = json.dumps({"prompt": list(PROMPTS[0]), "max_tokens": 4, "n": n, "ignore_eos": True}).encode()

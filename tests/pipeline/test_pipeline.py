@@ -13,7 +13,6 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
-from tokenizers import Tokenizer
 
 from coppice.client.client import Client
 from coppice.errors import InvalidField
@@ -23,7 +22,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
-from coppice.wire.generation import Chunk, Origin, Timings
+from coppice.wire.generation import Origin, Timings
 from tests.pipeline.conftest import VOCAB
 from tests.stacks import serving
 from tests.tiny import make_target
@@ -32,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
 NEW = 40
 POLICIES = ("plain", "single:self", "single:lookup", "route", "merge", "auto")
+BUDGETS = (0, 1, 8, 60, None)
 BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
 ALL = SamplingParams(
     temperature=0.8,
@@ -56,29 +56,20 @@ TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_text_is_the_targets_under_every_policy_and_budget(client: Client, reference: Reference, name: str) -> None:
     """Transformers says it of greedy text itself; of any other it judges what plain decoding draws."""
-    sampling = SAMPLINGS[name]
-    for number, prompt in enumerate(PROMPTS[: 3 if name == "greedy" else 2]):
-        plain = client.generate(prompt, policy="plain", sampling=sampling, **TOLD).ids
-        if name in ("greedy", "penalised"):
-            assert plain == reference.generate(prompt, NEW, sampling).ids
-        else:
-            assert reference.judge(prompt, plain, sampling) == "identical"
-        for at, policy in enumerate(POLICIES[1:]):
-            for budget in (0, 1, 8, 31, 60) if number == 0 and name == "greedy" else ((None, 60)[(at + number) % 2],):
-                answer = client.generate(prompt, policy=policy, budget=budget, sampling=sampling, **TOLD)
-                assert answer.ids == plain, (policy, budget)
-        held = (1, 20, NEW - 1)[number]
-        rest = client.generate(prompt, policy="merge", sampling=sampling, resume_ids=plain[:held], **TOLD)
-        assert rest.ids == plain[held:]
-
-
-def test_another_seed_and_a_penalty_change_the_text_and_coupling_does_not(client: Client) -> None:
-    def text(sampling: SamplingParams, **told: Any) -> tuple[int, ...]:
-        return client.generate(PROMPTS[1], policy="merge", sampling=sampling, **told, **TOLD).ids
-
-    texts = {name: text(sampling) for name, sampling in SAMPLINGS.items()}
-    assert len({*texts.values(), text(SamplingParams(temperature=1.0, seed=6))}) == len(texts) + 1
-    assert text(SAMPLINGS["sampled"], coupled=False) == texts["sampled"]
+    sampling, number = SAMPLINGS[name], [*SAMPLINGS].index(name)
+    prompt = PROMPTS[number]
+    plain = client.generate(prompt, policy="plain", sampling=sampling, **TOLD).ids
+    if name in ("greedy", "penalised"):
+        assert plain == reference.generate(prompt, NEW, sampling).ids
+    else:
+        assert reference.judge(prompt, plain, sampling) == "identical"
+    for at, policy in enumerate(POLICIES[1:]):
+        for budget in BUDGETS if name == "greedy" else (BUDGETS[(at + number) % len(BUDGETS)],):
+            answer = client.generate(prompt, policy=policy, budget=budget, sampling=sampling, **TOLD)
+            assert answer.ids == plain, (policy, budget)
+    held = (1, 20, NEW - 1)[number % 3]
+    rest = client.generate(prompt, policy="merge", sampling=sampling, resume_ids=plain[:held], **TOLD)
+    assert rest.ids == plain[held:]
 
 
 def test_a_perfect_head_is_accepted_and_coupling_makes_it_guess_the_draw(client: Client) -> None:
@@ -105,29 +96,15 @@ def test_counts_add_up(client: Client) -> None:
     assert plain.tau == 1.0
 
 
-def test_text_is_the_decoded_ids_and_pieces_are_its_parts(client: Client, target: Path) -> None:
-    answer = client.generate("def f(x):", max_new_tokens=64, ignore_eos=True)
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    assert answer.text == tokenizer.decode(list(answer.ids), skip_special_tokens=True)
-    events = client.stream("def f(x):", max_new_tokens=64, ignore_eos=True)
-    chunks = [event for event in events if isinstance(event, Chunk)]
-    assert "".join(chunk.text for chunk in chunks) == answer.text
-    assert all("".join(chunk.pieces) == chunk.text for chunk in chunks)
-
-
 def test_an_end_of_text_id_ends_the_text_inside_an_accepted_path(client: Client) -> None:
-    ended = []
     for seed in range(40):
         told = {"temperature": 1.3, "seed": seed, "max_new_tokens": 96}
-        plain, draft = (client.generate(PROMPTS[0], policy=policy, **told) for policy in ("plain", "single:self"))
-        assert plain.ids == draft.ids
-        assert plain.finish_reason == draft.finish_reason
-        ended.append(draft)
+        draft = client.generate(PROMPTS[0], policy="single:self", **told)
         if draft.finish_reason == "eos" and draft.origins[-1] is Origin.DRAFT:
             break
-    assert ended[-1].finish_reason == "eos"
-    assert ended[-1].ids[-1] == 0
-    assert 0 not in ended[-1].ids[:-1]
+    assert draft.ids == client.generate(PROMPTS[0], policy="plain", **told).ids
+    assert draft.finish_reason == "eos"
+    assert draft.ids.index(0) == len(draft.ids) - 1
 
 
 def test_limits_hold_to_the_token(client: Client) -> None:
@@ -161,7 +138,7 @@ def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ende
             client.generate(PROMPTS[1], resume_ids=[*ids, 7], **told)
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
+@pytest.mark.parametrize("name", ["greedy", "everything"])
 def test_log_probs_are_those_of_the_targets_unadjusted_row(client: Client, reference: Reference, name: str) -> None:
     answer = client.generate(PROMPTS[1], sampling=SAMPLINGS[name], policy="merge", log_probs=True, **TOLD)
     torch, model = reference._torch, reference._model
@@ -176,7 +153,7 @@ def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
     answer = client.generate(PROMPTS[1], policy="single:self", **told)
     assert answer.new_tokens == 24
     assert answer.tau > 5  # the head is the target: p = q accepts everything
-    again = {client.generate(PROMPTS[1], policy="single:self", **told).ids for _ in range(12)}
+    again = {client.generate(PROMPTS[1], policy="single:self", **told).ids for _ in range(4)}
     assert again == {answer.ids}  # while no draft is late, a chain is as long as the budget says
     with pytest.raises(InvalidField, match="accept_rule"):
         client.generate(PROMPTS[1], policy="route", **told)
@@ -186,19 +163,21 @@ def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose own configuration penalises repetition."""
+def penalised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A target whose own configuration penalises repetition; itself as a head, and one of other random weights."""
     folder = make_target(tmp_path_factory.mktemp("penalised"), VOCAB, layers=6)
     file = folder / "generation_config.json"
     own = {"repetition_penalty": 1.25, "temperature": 0.6, "do_sample": True}
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | own), encoding="utf-8")
-    return folder
+    other = make_target(tmp_path_factory.mktemp("random"), VOCAB, seed=1)
+    heads = HeadSpec("self", "lm", folder), HeadSpec("random", "lm", other)
+    with serving(tmp_path_factory.mktemp("logs"), folder, *heads) as running:
+        yield running
 
 
-def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path) -> None:
-    reference = Reference(penalised, "float32", threads=1)
-    own = HeadSpec("self", "lm", penalised)
-    with serving(tmp_path / "logs", penalised, own) as stack, Client(stack.address) as client:
+def test_the_targets_own_penalty_is_the_default(penalised: Stack) -> None:
+    reference = Reference(penalised.spec.target, "float32", threads=1)
+    with Client(penalised.address) as client:
         assert client.describe().repetition_penalty == 1.25
         expected = reference.greedy(PROMPTS[0], NEW).ids
         assert expected == reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.25)).ids
@@ -210,59 +189,40 @@ def test_the_targets_own_penalty_is_the_default(penalised: Path, tmp_path: Path)
         assert reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3)) == "identical"
 
 
-# --- heads that know nothing, and trained ones ---
-
-
-@pytest.fixture(scope="module")
-def guessing(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A head with other random weights than the target's."""
-    head = HeadSpec("random", "lm", make_target(tmp_path_factory.mktemp("random"), VOCAB, layers=2, seed=1))
-    with serving(tmp_path_factory.mktemp("logs"), target, head) as running:
-        yield running
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_random_head_is_soon_left_alone_by_auto_and_the_text_is_plains(guessing: Stack, temperature: float) -> None:
-    told = {"max_new_tokens": 240, "ignore_eos": True, "sampling": SamplingParams(temperature=temperature, seed=3)}
-    with Client(guessing.address) as client:
-        for prompt, most in ((PROMPTS[1], 0.5), (PROMPTS[2], 0.15)):
-            answer = client.generate(prompt, policy="auto", **told)
-            assert answer.ids == client.generate(prompt, policy="plain", **told).ids
-            assert sum(routed >= 0 for routed in answer.routed) < most * answer.steps
-    assert metric(guessing.orchestrator.metrics, "coppice_auto_choices_total") > 0
-
-
-def test_what_is_left_out_changes_no_text_and_a_named_budget_is_kept(guessing: Stack) -> None:
-    told = {"policy": "single:random", "max_new_tokens": 240, "ignore_eos": True}
-    with Client(guessing.address) as client:
+def test_what_is_left_out_of_a_random_heads_trees_changes_no_text_and_auto_soon_leaves_it_alone(
+    penalised: Stack,
+) -> None:
+    told = {"policy": "single:random", "max_new_tokens": 80, "ignore_eos": True}
+    with Client(penalised.address) as client:
         named, free = client.generate(PROMPTS[1], budget=31, **told), client.generate(PROMPTS[1], **told)
-    assert free.ids == named.ids
+        auto = client.generate(PROMPTS[1], **told | {"policy": "auto", "max_new_tokens": 240})
+    assert free.ids == named.ids == auto.ids[:80]
     assert min(named.verified_nodes[:-1]) == 31
     assert sum(free.verified_nodes) <= sum(named.verified_nodes)
+    assert auto.routed.count(auto.heads.index("random")) < auto.steps / 2
+    assert metric(penalised.orchestrator.metrics, "coppice_auto_choices_total") > 0
 
 
-CODE = [prompt.prompt for prompt in demo_prompts() if prompt.category in ("code", "maths")][::13]
+# --- trained heads ---
+
+CODE = [prompt.prompt for prompt in demo_prompts() if prompt.category in ("code", "maths")][::30]
 SHIPPED = ("dspark-code", "specblock-code", "eagle3-code")
 
 
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Stack]:
-    """The demo's target with its trained heads."""
-    with serving(None, None, *map(HeadSpec.shipped, SHIPPED), draft_deadline_ms=3000, budget=8) as running:
-        yield running
-
-
-def test_texts_of_the_shipped_heads_are_generates_and_drafts_are_of_use(trained: Stack) -> None:
-    reference = Reference(trained.spec.target, "float32", threads=1)
-    with Client(trained.address) as client:
+def test_texts_of_the_shipped_heads_are_generates_and_drafts_are_of_use() -> None:
+    with (
+        serving(None, None, *map(HeadSpec.shipped, SHIPPED), draft_deadline_ms=3000) as trained,
+        Client(trained.address) as client,
+    ):
+        reference = Reference(trained.spec.target, "float32", threads=1)
         for number, prompt in enumerate(CODE):
             expected = reference.greedy(reference.text.encode(str(prompt)), 24).ids
-            for policy in (*(f"single:{head}" for head in SHIPPED), "route", "merge"):
-                for budget in (1, 8, 31) if number == 0 else (8,):
-                    answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=24, ignore_eos=True)
-                    assert answer.ids == expected, policy
-                    assert answer.late_drafts == 0
-                    assert budget == 1 or answer.tau > 1.3, policy  # they were trained on such text
+            for at, policy in enumerate((*(f"single:{head}" for head in SHIPPED), "route", "merge")):
+                budget = 8 if number else (8, 31, 1)[at % 3]
+                answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=24, ignore_eos=True)
+                assert answer.ids == expected, policy
+                assert answer.late_drafts == 0
+                assert budget == 1 or answer.tau > 1.3, policy  # they were trained on such text
 
 
 # --- clients that are not the SDK: one that has the descriptor set alone, and the documented one for Node ---

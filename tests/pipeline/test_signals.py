@@ -90,16 +90,23 @@ def generated(client: Client, policy: str, sampling: SamplingParams) -> tuple[li
     return ids, steps, left
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("sampling", "policies"), [(GREEDY, POLICIES), (SAMPLED, ("single:block", "merge"))], ids=["greedy", "sampled"]
+)
 def test_queries_and_samples_arrive_and_add_up(
-    stack: Stack, client: Client, reference: Reference, store: Redis, sampling: SamplingParams
+    stack: Stack,
+    client: Client,
+    reference: Reference,
+    store: Redis,
+    sampling: SamplingParams,
+    policies: tuple[str, ...],
 ) -> None:
     demand(store, stack, client, "misses")
     plain = client.generate(PROMPTS[2], policy="plain", sampling=sampling, max_new_tokens=NEW, ignore_eos=True).ids
     if not sampling.temperature:
         assert plain == reference.greedy(PROMPTS[2], NEW).ids
     text = [*PROMPTS[2], *plain]
-    for policy in POLICIES:
+    for policy in policies:
         store.delete(*(f"coppice:{head}:{stream}" for head in KINDS for stream in ("queries", "samples")))
         ids, steps, left = generated(client, policy, sampling)
         assert tuple(ids) == plain

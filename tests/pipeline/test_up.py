@@ -27,7 +27,7 @@ from coppice.testing.reference import Reference
 from tests.signals import eventually
 from tests.stacks import interrupted
 
-LOAD_S = 2
+LOAD_S = 1
 SLOW = f"""
 import runpy, time
 time.sleep({LOAD_S})
@@ -38,7 +38,7 @@ NEW = 200
 SCHEMA = {"type": "string", "pattern": "^[a-f]{60,80} at the end$"}
 GUIDED = {"structured_outputs": {"json": SCHEMA}, "seed": 7, "ignore_eos": False}
 KILLED = [(name, {}) for name in ("drafter-lookup", "drafter-self", "verifier", "orchestrator")]
-KILLED += [(name, GUIDED | {"temperature": t}) for name in ("drafter-self", "verifier") for t in (0.0, 1.0)]
+KILLED += [("verifier", GUIDED | {"temperature": 1.0})]
 
 
 @contextmanager

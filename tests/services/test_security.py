@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,10 +24,9 @@ from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unauthenticated
 from coppice.limits import Limits
 from coppice.rpc.access import ACCESS, Access, Certificates
-from coppice.rpc.channels import Dialer, Stub
+from coppice.rpc.channels import Dialer
 from coppice.rpc.link import LINKED
 from coppice.rpc.server import MOST_CALLS, Serving
-from coppice.v1 import drafter_pb2
 from coppice.wire import generation
 from coppice.wire.generation import ModelDescription
 from orchestrator.tokens import Tokens, client_salt, read_tokens
@@ -234,37 +232,6 @@ async def test_rotated_certificates_need_no_restart(other: Authority, tmp_path_f
         assert echo.running == 1
         stream.cancel()
         await until(lambda: echo.running == 0)
-
-
-class Held:
-    """A DrafterService that answers every message of a session with an empty one."""
-
-    async def Draft(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for _ in requests:
-            yield drafter_pb2.DraftResponse()
-
-
-async def test_a_rotation_opens_another_connection(other: Authority, tmp_path_factory: pytest.TempPathFactory) -> None:
-    authority = Authority(tmp_path_factory.mktemp("rotated"))
-
-    async def answered(call: Any) -> int:
-        await call.write(drafter_pb2.DraftRequest())
-        assert await call.read() == drafter_pb2.DraftResponse()
-        ports = [each.raddr.port for each in psutil.Process().net_connections("tcp") if each.raddr]
-        return ports.count(int(address.rpartition(":")[2]))
-
-    async with (
-        served("DrafterService", authority.tls("drafter"), Held()) as address,
-        authority.dialer("orchestrator").open(address) as channel,
-    ):
-        stub = Stub(channel, drafter_pb2)
-        calls = [stub.Draft(), stub.Draft()]
-        assert [await answered(call) for call in calls] == [1, 1]
-        authority.replace_by(other)
-        calls.append(stub.Draft())
-        assert [await answered(call) for call in calls[::-1]] == [2, 2, 2]
-        for call in calls:
-            call.cancel()
 
 
 @pytest.mark.parametrize(

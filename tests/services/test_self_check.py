@@ -29,7 +29,7 @@ from coppice.engine.attention import Layer, Sdpa, UnsupportedModel
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.loading import load_engine
 from coppice.engine.modules import fuse, prepack
-from coppice.engine.ordered import Ordered, by_row, by_rows
+from coppice.engine.ordered import Ordered, by_row
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
 from coppice.engine.self_check import check_invariant, roundings, self_check
 from coppice.testing.tiny_models import save_tiny
@@ -249,16 +249,6 @@ def test_what_depends_on_other_rows_is_refused(tmp_path: Path, monkeypatch: Patc
     save_tiny("mixtral", "", tmp_path)
     with pytest.raises(UnsupportedModel, match="experts"):
         load_engine(tmp_path, kv_tokens=1024, invariant=True)
-
-
-@pytest.mark.parametrize("width", [48, 64, 768])
-def test_functions_of_numbers_know_no_neighbours(width: int) -> None:
-    states = torch.randn(1, 700, width)
-    whole = by_rows(F.silu, states)
-    torch.testing.assert_close(whole, F.silu(states))
-    for first, count in ((0, 1), (3, 5), (7, 43), (100, 599)):
-        rows = slice(first, first + count)
-        assert torch.equal(by_rows(F.silu, states[:, rows].contiguous()), whole[:, rows])
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.eval, prepack, fuse])

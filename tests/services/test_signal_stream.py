@@ -459,11 +459,8 @@ def sampled(demand: str, end: int) -> list[signals.Sample]:
     return taken.samples  # type: ignore[no-any-return]
 
 
-def test_nothing_is_sent_that_nobody_asked_for() -> None:
-    assert sampled("", 300) == []
-
-
 def test_texts_hold_every_position_once_and_a_short_end_with_what_was_before_it() -> None:
+    assert sampled("", 300) == []
     whole = [list(range(PROMPT, PROMPT + WINDOW)), list(range(PROMPT + WINDOW, PROMPT + 2 * WINDOW))]
     texts = sampled("texts", PROMPT + 2 * WINDOW + 15)
     assert [sample.tokens.tolist() for sample in texts] == whole  # the rest is too short to be worth a sample

@@ -28,7 +28,7 @@ from coppice.testing.tiny_models import VOCAB, save_tiny
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 MAMBA = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2", "jamba", "falcon_mamba", "mamba")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
-PROMPTS, NEW, CHUNK = (5, 40, 90), 24, 33
+PROMPTS, NEW, CHUNK = (5, 40, 90), 16, 33
 Ids = list[int]
 
 

@@ -78,8 +78,7 @@ def test_an_update_lengthens_drafts_by_what_its_arm_is(kind: str, arm: Arm, lear
     assert result.gain == pytest.approx(result.after / result.before - 1)
     assert (set(tensors) == HEADS_OWN[kind]) if arm is Arm.HEAD else (set(tensors) > HEADS_OWN[kind])
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert same(learner.learn(arm, {}, texts[:12], texts[12:])[1], tensors)  # from the deployed weights again
-    further, _ = learner.learn(arm, tensors, texts[:12], texts[12:])
+    further, _ = learner.learn(arm, tensors, texts[:1], texts[12:])
     assert further.before == result.after
 
 
@@ -96,9 +95,8 @@ def test_a_head_is_taught_by_its_markov_table_or_where_the_output_layer_is_the_t
     assert set(borrowing.learn(Arm.HEAD, {}, circles(borrowing), [])[1]) == {"norm.weight"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_penalty_holds_a_head_near_the_deployed_one(kind: str, learners: dict[str, Learner]) -> None:
-    learner, moved = learners[kind], []
+def test_the_penalty_holds_a_head_near_the_deployed_one(learners: dict[str, Learner]) -> None:
+    learner, moved = learners["eagle3"], []
     for penalty in (0.0, 1.0, 30.0):
         _, tensors = learner.learn(Arm.HEAD, {}, circles(learner), [], penalty)
         deployed = learner.deployed
@@ -106,9 +104,8 @@ def test_the_penalty_holds_a_head_near_the_deployed_one(kind: str, learners: dic
     assert moved[0] > moved[1] > moved[2] > 0
 
 
-@pytest.mark.parametrize("arm", UPDATES)
-def test_an_update_that_is_not_finite_is_refused_without_a_trace(arm: Arm, learners: dict[str, Learner]) -> None:
-    learner = learners["specblock"]
+def test_an_update_that_is_not_finite_is_refused_without_a_trace(learners: dict[str, Learner]) -> None:
+    learner, arm = learners["specblock"], Arm.FULL
     texts = circles(learner)
     expected = learner.learn(arm, {}, texts, [])[1]
     bad = [replace(text, features=np.full_like(text.feature_rows(), 3e38).tobytes()) for text in texts]

@@ -127,16 +127,6 @@ def test_the_arm_that_saves_most_beyond_its_cost_is_chosen_and_skip_where_none_d
     assert bandit.choose(1, 100) is Arm.SKIP
 
 
-def test_an_update_that_is_no_better_halves_nothing_but_its_own_arm_and_doubles_costs() -> None:
-    bandit = with_a_kind(120)
-    costs, saves = bandit.costs(1, Arm.HEAD, 100), bandit.saves(1, Arm.HEAD)
-    assert not bandit.trained(1, Arm.FULL, WORSE, 1, 1)
-    assert (bandit.saves(1, Arm.FULL), bandit.saves(1, Arm.HEAD)) == (0.0, saves)
-    assert bandit.costs(1, Arm.HEAD, 100) == 2 * costs
-    assert not bandit.trained(1, Arm.FULL, None, 1, 1)
-    assert bandit.choose(1, 100) is Arm.SKIP
-
-
 def test_a_reward_is_what_a_variant_gains_less_what_its_training_cost() -> None:
     cheap, dear = with_a_kind(), with_a_kind()
     before = cheap.state.values[Arm.HEAD]

@@ -39,7 +39,8 @@ class TestEveryKind(HeadContract):
     def of_a_kind(self, request: pytest.FixtureRequest, models: Path) -> None:
         path = str(models / request.param) if (models / request.param).exists() else ""
         target = str(models / "target")
-        self.settings = DrafterSettings(kind=request.param, path=path, target=target, threads=1)
+        small = {"top_k": 4, "depth": 4, "kv_tokens": 1024, "threads": 1}
+        self.settings = DrafterSettings(kind=request.param, path=path, target=target, **small)
 
     def make_head(self) -> Head:
         return build_head(self.settings)

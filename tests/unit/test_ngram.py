@@ -4,12 +4,10 @@ that is bounded, forgets by age and is apart for each salt; and predictions that
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,7 +47,6 @@ def grown(head: Head, key: int, root: int, at: int, budget: int = 31, params: Sa
     return growth
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "predicted"])
 @settings(max_examples=60 * EFFORT, deadline=None)
 @given(
     ids=texts,
@@ -60,8 +57,7 @@ def grown(head: Head, key: int, root: int, at: int, budget: int = 31, params: Sa
     coupled=st.booleans(),
     chain=st.booleans(),
 )
-def test_every_tree_is_valid_its_scores_fall_and_its_places_are_of_the_prediction(
-    kind: str,
+def test_every_predicted_tree_is_valid_its_scores_fall_and_its_places_are_of_the_prediction(
     ids: list[int],
     prediction: list[int],
     root: int,
@@ -70,14 +66,13 @@ def test_every_tree_is_valid_its_scores_fall_and_its_places_are_of_the_predictio
     coupled: bool,
     chain: bool,
 ) -> None:
-    predicted = kind == "predicted"
-    head = make_head("lookup" if predicted else kind, depth=5, top_k=1 if chain else 4)
-    begin(head, 1, ids[:5], prediction if predicted else ())
+    head = make_head(depth=5, top_k=1 if chain else 4)
+    begin(head, 1, ids[:5], prediction)
     head.advance(1, Advance(ids[5:]))
     job = DraftJob(1, root, len(ids), budget, SamplingParams(temperature=temperature, seed=3), coupled)
     ((growth,),) = head.draft([job])
     tree = growth.nodes
-    validate(tree, VOCAB, budget, MAX_TREE_DEPTH if predicted else 5)
+    validate(tree, VOCAB, budget, MAX_TREE_DEPTH)
     scores = np.append(np.float32(0), tree.log_probs)
     assert (tree.log_probs <= scores[tree.parents]).all()
     assert (tree.log_probs < 0).all()
@@ -85,14 +80,12 @@ def test_every_tree_is_valid_its_scores_fall_and_its_places_are_of_the_predictio
     assert len(set(edges)) == len(edges)
     assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
     places = (0, *growth.predicted)
-    assert len(growth.predicted) == len(tree) * predicted
-    for (parent, token), place in zip(edges, growth.predicted, strict=False):
+    for (parent, token), place in zip(edges, growth.predicted, strict=True):
         if place:
             assert prediction[place - 1] == token
             assert parent == 0 or places[parent] == place - 1
-    if predicted:
-        ((again,),) = head.draft([job])
-        assert again.predicted == growth.predicted
+    ((again,),) = head.draft([job])
+    assert again.predicted == growth.predicted
 
 
 def witten_bell(ids: list[int], previous: int, token: int) -> float:
@@ -193,34 +186,6 @@ def test_sampled_scores_are_log_softmax_with_noise(ids: list[int], root: int, se
         scores, rest = scores + noise(seed, position, tokens), rest + np.log(ngram.EXP_EULER_GAMMA)
     scores -= np.logaddexp.reduce([*scores, rest])
     np.testing.assert_allclose([got[token] for token in tokens.tolist()], np.minimum(scores, -1e-6), atol=1e-9)
-
-
-def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
-    head = make_head("bigram", target=str(tmp_path), depth=5)
-    ids = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
-    begin(head, 1, ids, want_q_rows=True)
-    model = ngram.Bigram(VOCAB)
-    model.extend(ids)
-    counts = np.zeros(VOCAB)
-    for seed in range(300):
-        params = SamplingParams(temperature=1.0, seed=seed)
-        (growths,) = head.draft([DraftJob(1, 3, 50, 64, params, want_q_rows=True)])
-        tree, rows = growths[0].nodes, growths[0].q_rows
-        assert rows is not None
-        assert rows.shape == (5, VOCAB)
-        assert tree.parents.tolist() == [0, 1, 2, 3, 4]
-        validate(tree, VOCAB)
-        for row, previous in zip(rows, [3, *tree.tokens[:-1].tolist()], strict=True):
-            np.testing.assert_allclose(row, model.row(previous), rtol=1e-6)
-        taken = rows[np.arange(5), tree.tokens].astype(np.float64)
-        np.testing.assert_allclose(np.cumsum(np.log(taken)), tree.log_probs, rtol=1e-5)
-        counts[tree.tokens[0]] += 1
-    assert np.abs(counts / 300 - model.row(3)).max() < 0.1
-    (growths,) = head.draft([DraftJob(1, 3, 50, 2, GREEDY, want_q_rows=True)])
-    assert len(growths[0].nodes) == 2
-    assert growths[0].q_rows is not None
-    assert growths[0].q_rows.max(1).tolist() == [1, 1]  # greedy: all on one token
 
 
 # --- the memory of a look-up head ---

@@ -237,14 +237,9 @@ def test_unusable_ends_of_texts_are_refused(eos: object, reason: str, target: Pa
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 DISAGREE: list[tuple[dict[str, object], str]] = [
     ({"config": {"rope_scaling": None, "torch_dtype": "float32", "rope_theta": 1e4}}, ""),
-    ({"tokenizer_config": {"model_max_length": int(1e30)}}, ""),
     (
         {"config": {"rope_scaling": {"type": "linear", "factor": 8.0, "rope_theta": 1e4}, "rope_parameters": LINEAR}},
         "rope_parameters, factor is 4.0, but rope_scaling says 8.0, which counts",
-    ),
-    (
-        {"config": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": LINEAR}},
-        "rope_parameters, rope_theta is 10000.0, but rope_scaling says nothing, which counts",
     ),
     ({"config": {"torch_dtype": "float16"}}, "torch_dtype is float16, but dtype says float32, which counts"),
     (
@@ -266,18 +261,16 @@ def test_what_two_fields_say_differently_is_said(tokenized: Path, tmp_path: Path
 
 REFUSED = "chats will be refused: chat.messages: this target's chat template cannot be used: "
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "line"),
     [
         ("{% for m in messages %}", f"{REFUSED}TemplateSyntaxError: "),
-        (LOOP, f"{REFUSED}TimeoutError: "),
         (CHATML, "the chat template ends turns with <|im_end|> (257), but a text ends at 0, by generation_config.json"),
         (CHATML.replace("im_end", "end"), ""),
     ],
-    ids=["fails", "loops", "ends no text", "ends a text"],
+    ids=["fails", "ends no text", "ends a text"],
 )
 def test_a_chat_template_is_tried_before_anything_loads(template: str, line: str, chatty: Path) -> None:
     tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))

@@ -141,14 +141,6 @@ def test_a_template_gets_tools_calls_and_names_of_its_own(target: Path, tmp_path
     assert ChatTemplate.source(path).startswith("{{ tools")
 
 
-async def test_template_arguments_that_are_no_object_are_refused(target: Path, tmp_path: Path) -> None:
-    async with encoder(folder(target, tmp_path, "{{ own }}")) as encoding:
-        assert await encoding.encode(turns("a"), template_arguments='{"own": "hi"}') == await encoding.encode("hi")
-        for text in ("[1]", "{", "[" * 100_000, "5"):
-            with pytest.raises(InvalidField, match=r"^template_arguments: is no JSON object"):
-                await encoding.encode(turns("a"), template_arguments=text)
-
-
 def test_padding_and_truncation_of_a_tokenizer_are_for_batches(target: Path, tmp_path: Path) -> None:
     tokenizer = TextCodec(target).tokenizer
     tokenizer.enable_padding(length=64)
@@ -184,7 +176,7 @@ BROKEN: dict[str, str | bytes] = {
     "forbidden": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "no end of calls": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     "lone surrogate": "{{ '\\ud800' }}",
-    "a text too long": "{{ 'x' * 10**8 }}",
+    "a text too long": "{{ 'x' * 2**25 }}",
     "memory": "{{ ('x' * 10**10) | length }}",
     LOOPS: "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
 }
@@ -244,12 +236,16 @@ async def test_a_template_that_cannot_be_interrupted_refuses_chats_alone(target:
         assert len(await encoding.encode(LONG)) == len(LONG)
 
 
-async def test_a_chat_is_its_text_whatever_its_length(target: Path, tmp_path: Path) -> None:
+async def test_a_chat_is_its_text_with_its_arguments_whatever_its_length(target: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ bos_token }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    async with encoder(folder(target, tmp_path, template)) as encoding:
+    codec = TextCodec(target)
+    async with encoder(folder(target, tmp_path, template + "{{ own }}")) as encoding:
         for content in ("Hi", LONG):
-            ids = await encoding.encode(turns(content, "Yes"))
-            assert ids == [0, *TextCodec(target).encode(content), 0, *TextCodec(target).encode("Yes")]
+            ids = await encoding.encode(turns(content, "Yes"), template_arguments='{"own": "!"}')
+            assert ids == [0, *codec.encode(content), 0, *codec.encode("Yes!")]
+        for text in ("[1]", "{", "[" * 100_000, "5"):
+            with pytest.raises(InvalidField, match=r"^template_arguments: is no JSON object"):
+                await encoding.encode(turns("a"), template_arguments=text)
 
 
 async def asked(encoding: Encoder, count: int) -> list[asyncio.Task[list[int]]]:

@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from coppice.errors import DeadlineExceeded, Unavailable
+from coppice.rpc import link
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
@@ -43,7 +44,8 @@ async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pyt
     await replica.channel.close()
 
 
-async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> None:
+async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
     before, opening = asyncio.all_tasks(), OpenDraft("s", [1], SamplingParams())
     with socket.create_server(("127.0.0.1", 0)) as mute:  # connects, and says nothing
         pool = HeadPool("head", [f"127.0.0.1:{mute.getsockname()[1]}"], Dialer(), OrchestratorMetrics(), 6)

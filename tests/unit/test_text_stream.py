@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from coppice.config.token_bytes import TokenBytes
 from coppice.wire.common import Fence
-from coppice.wire.generation import Chunk, Finished, GenerationRequest, Started
+from coppice.wire.generation import Chunk, GenerationRequest
 from coppice.wire.verifier import Verdict, VerifyTimings
-from orchestrator.http.answers import HttpAnswer
-from orchestrator.http.bodies import ChatBody, CompletionBody
 from orchestrator.loop import Output, Step
 from orchestrator.text import TextStream
 
@@ -214,40 +210,6 @@ def test_a_prompt_is_what_the_tokenizer_decodes(family: str, data: st.DataObject
     assert tokens.decode(prompt) == wanted or (family != "byte-level" and "\ufffd" in wanted)
 
 
-PROMPTS = ["the cat", " the cat", "<|end|>the <tool>cat's", ""]
-
-
-@pytest.mark.parametrize("family", KNOWN)
-@given(data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.DataObject) -> None:
-    """Behind an echo of ids and of a text, in front of which the tokenizer puts a special token."""
-    tokenizer, tokens = made(family)
-    given_ids, text, answer_ids = data.draw(ids(family)), data.draw(st.sampled_from(PROMPTS)), data.draw(ids(family))
-    as_text = data.draw(st.booleans())
-    prompt_ids = [0, *tokenizer.encode(text).ids] if as_text else [*given_ids, 3]
-    told = {"prompt": text or "a" if as_text else prompt_ids, "echo": True, "logprobs": 1, "ignore_eos": True}
-    body, chat = CompletionBody.model_validate(told), ChatBody.model_validate({**CHAT, "ignore_eos": True})
-    chunks, _ = answered(family, [*answer_ids, 5], frozenset())
-    started = Started(1, "plain", (), 0, 7, tuple(prompt_ids), (-1.0,) * (len(prompt_ids) - 1))
-    whole, whole_chat = made_of(family, body, [started, *chunks]), made_of(family, chat, chunks)
-    scored = whole["choices"][0]["logprobs"]
-    printed = whole["choices"][0]["text"]
-    for token, offset in zip(scored["tokens"], scored["text_offset"], strict=True):
-        if not token.startswith("bytes:"):
-            assert printed[offset : offset + len(token)] == token
-    assert scored["text_offset"] == sorted(scored["text_offset"])
-    assert max(scored["text_offset"]) <= len(printed)
-    if as_text and tokens.decode(prompt_ids[1:]) == text:
-        assert printed.startswith(text)
-    (choice,) = whole_chat["choices"]
-    spelled = [byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"]]
-    assert bytes(spelled).decode(errors="replace") == choice["message"]["content"]
-
-
-CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
-
-
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_chunk_goes_out_every_so_many_steps_and_at_the_end(trees: bool) -> None:
     chunks: list[Chunk] = []
@@ -272,18 +234,6 @@ def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: A
             output.commit((token,), 0, (-1.0,), ())
             output.flush(None)
     return chunks, output
-
-
-def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any]) -> dict[str, Any]:
-    """The body of an answer."""
-    target = SimpleNamespace(name="", names=("",), eos_ids=(0,))
-    served: Any = SimpleNamespace(target=target, token_bytes=made(family)[1])
-
-    async def all_events() -> AsyncGenerator[tuple[int, Any], None]:
-        for event in [*events, Finished("length", 1, 1, [], [], [])]:
-            yield 0, event
-
-    return asyncio.run(HttpAnswer(served, body, body.requests()).whole(all_events()))
 
 
 @pytest.mark.parametrize("mark", ["<tool>", "<|end|>"])

@@ -75,25 +75,6 @@ def test_the_hash_is_the_documented_one_whatever_the_order_and_the_dtype(first: 
     assert Weights.of(turned).hash == first.hash
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"b": None, "c": torch.ones(2)},
-        {"a": torch.zeros(3, 2)},
-        {"b": torch.tensor([np.nextafter(np.float32(1), np.float32(2)), 1.0])},
-        {"a": torch.zeros(2, 3).neg()},
-    ],
-    ids=["name", "shape", "bit", "sign of zero"],
-)
-def test_the_hash_tells_weights_apart(changes: dict[str, Tensor | None]) -> None:
-    before: dict[str, Tensor | None] = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
-    hashes = [
-        Weights.of({name: tensor for name, tensor in tensors.items() if tensor is not None}).hash
-        for tensors in (before, before | changes)
-    ]
-    assert hashes[0] != hashes[1]
-
-
 def test_changed_weights_have_the_hash_of_all_their_tensors_and_share_the_others(first: Weights) -> None:
     after = altered(first, 5, ["norm.weight"])
     assert (after.version, after.hash) == (1, Weights.of(after.tensors).hash)
@@ -134,7 +115,7 @@ def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announ
             finished(case.good.with_file(junk), case)
     generator, file = np.random.default_rng(0), case.good.file
     header = 8 + int.from_bytes(file[:8], "little")
-    for number in range(600):
+    for number in range(200):
         spoiled = bytearray(file)
         if number % 10 == 0:
             del spoiled[generator.integers(len(file)) :]
@@ -201,25 +182,6 @@ def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(targ
     with pytest.raises(StaleFence, match=r"version 1 came into use while"):
         pushes[1].swap(*prepared[1])
     assert head.weights.hash == altered(first, 1).hash
-
-
-def test_a_push_to_a_head_with_the_targets_output_layer_holds_none(target: Path, tmp_path: Path) -> None:
-    head, _ = build("dspark", save_random(tmp_path, "dspark"), target)
-    names = head.weights.tensors.keys()
-    assert {name for name in names if name.startswith(LAST)} == {
-        "markov_head.markov_w1.weight",
-        "markov_head.markov_w2.weight",
-        "confidence_head.proj.weight",
-        "confidence_head.proj.bias",
-    }
-    output = head.model.lm_head.weight.to_dense().clone()
-    push = Push.of("dspark", head.weights, altered(head.weights, 1))
-    assert load(push.file).keys() == names
-    swap(head, altered(head.weights, 1), head.weights)
-    assert torch.equal(head.model.lm_head.weight.to_dense(), output)
-    case = Case("dspark", head.weights, head.weights)
-    with pytest.raises(InvalidField, match=r"tensors\.lm_head\.weight"):
-        finished(case.sending({"lm_head.weight": output}), case)
 
 
 def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
@@ -375,8 +337,7 @@ def chosen(slow: Slow, path: tuple[int, ...], at: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("budget", [8, 60])
+@pytest.mark.parametrize(("sampling", "budget"), [(GREEDY, 8), (SAMPLED, 60)])
 def test_misses_at_every_node_of_a_draft_are_those_of_a_full_forward(
     kind: str, sampling: SamplingParams, budget: int, target: Path, tmp_path: Path
 ) -> None:

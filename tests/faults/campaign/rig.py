@@ -67,8 +67,6 @@ class FaultRow:
     """why a repetition proves nothing"""
     failures: list[str] = field(default_factory=list)
     """what requests failed with, each said once"""
-    violations: list[str] = field(default_factory=list)
-    """what in clients' histories breaks a rule"""
     checks: list[Check] = field(default_factory=list)
     """what this fault promises besides"""
 
@@ -79,7 +77,6 @@ class FaultRow:
         self.wrong += sum(stream.wrong for stream in streams)
         self.tokens += sum(len(stream.ids) for stream in streams)
         self.drafted += sum(stream.drafted for stream in streams)
-        self.violations += [violation for stream in streams for violation in stream.violations]
         self.failures += sorted({stream.failure for stream in streams if stream.failure} - {*self.failures})
 
     def recovered(self, streams: Iterable[Stream], since: float, until: float) -> None:
@@ -92,7 +89,6 @@ class FaultRow:
         promises = {
             "failed requests": (self.failed, self.failures),
             "wrong tokens": (self.wrong, []),
-            "broken histories": (len(self.violations), self.violations),
             "left behind": (len(self.leaks), self.leaks),
             "repetitions that prove nothing": (len(self.weak), self.weak),
         }
@@ -270,19 +266,20 @@ class Rig:
             os.kill(self.stack.services[name].pid, signal.SIGCONT)
         return True
 
-    async def strike(self, row: FaultRow, fault: Fault, name: str) -> None:
-        """A load, the fault in its midst, every stream it met to its end, and the process as before."""
-        async with self.watched(row, [name]) as load:
+    async def strike(self, row: FaultRow, fault: Fault, *names: str) -> None:
+        """A load, the fault in its midst, every stream it met to its end, and the processes as before."""
+        async with self.watched(row, names) as load:
             met = load.answering
             if len(met) < self.plan.sessions / 2:
                 row.weak.append(f"{len(met)} of {self.plan.sessions} sessions were being answered")
-            await self.begin(fault, name)
+            await asyncio.gather(*(self.begin(fault, name) for name in names))
             # A process that is only stopped stays so until all it held up went on without it, or the limit is over.
             await self.until(lambda: all(stream.ended for stream in met), LIMIT_S + 1)
             if fault in ("stop", "cut"):
-                await self.undo(fault, name)
-        if fault in ("kill", "term") and not await self.undo(fault, name):
-            row.leaks.append(f"{name} did not end well")
+                await asyncio.gather(*(self.undo(fault, name) for name in names))
+        if fault in ("kill", "term"):
+            ended = await asyncio.gather(*(self.undo(fault, name) for name in names))
+            row.leaks += [f"{name} did not end well" for name, well in zip(names, ended, strict=True) if not well]
 
     async def under_way(self, row: FaultRow, load: Load, names: Iterable[str]) -> None:
         """Wait until the load is worth the name and these processes take part in it; else the repetition is weak."""
