@@ -17,7 +17,7 @@ from rich.table import Table
 from coppice import __version__
 from coppice.client.client import Client, default_address
 from coppice.commands.generate import Address
-from coppice.config.model import GIB, NO_MTP, ends_line, find_mtp, text_ends
+from coppice.config.model import GIB, NO_MTP, ModelSize, ends_line, find_mtp, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.process import checkout, find_redis, why_no_port
@@ -108,13 +108,17 @@ def _target(folder: Path) -> Iterator[Finding]:
 
     try:
         spec = StackSpec(target=find_model(None, folder, None)[0] or folder)
-        folder, verifier = spec.target, spec.settings().verifier
-        kv_tokens = check_target(spec, spec.settings())
+        settings = spec.settings()
+        folder, verifier = spec.target, settings.verifier
+        kv_tokens = check_target(spec, settings)
     except InvalidField as error:
         yield Finding("target", str(error), False)
         return
     place = f"{verifier.ranks} x {verifier.device} with {kv_tokens} KV tokens in {verifier.dtype}"
     yield Finding("target", f"{folder} fits {place}", True)
+    if states := ModelSize.of(folder, verifier.dtype).states:
+        kept = f"{states / 2**20:.2f} MiB for each of {settings.limits.sessions} sessions, and no prefix cache"
+        yield Finding("states of texts", kept)
     if verifier.device == "cpu":
         from coppice.engine.loading import load_engine
 

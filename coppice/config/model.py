@@ -28,6 +28,9 @@ _DEFAULT = VerifierSettings.model_fields["kv_tokens"].default
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
+_STATE_WIDTHS = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size", "state_size", "head_dim")
+"""numbers of a recurrent state for each of its channels, the first of these names that a configuration has"""
+_STATE_OUTPUTS = ("out_proj", "o_proj", "dense")  # how the projection behind a recurrent state is called
 _BITS = {"I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 CONFIG, GENERATION, NESTED = "config.json", "generation_config.json", "text_config of config.json"
 TOKENIZER, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
@@ -265,62 +268,72 @@ def common_tokens(folder: str | Path, target: str | Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes of all weights and of a token's KV, and key heads of a layer; 0 and 0 where the folder does not tell."""
+    """Bytes: `weights` of them all, `kv` of a token's keys and values, `states` of what layers keep of a session beside
+    its KV; and a layer's `kv_heads`. 0 is what the folder does not tell.
+    """
 
     weights: int
     kv: int
     kv_heads: int
+    states: int = 0
 
     @classmethod
     def of(cls, folder: str | Path, dtype: str, *, wide_kv: bool = False) -> Self:
         """The size of a folder's model in this dtype, float32 or bfloat16; with `wide_kv` its KV is float32 anyhow."""
         each = 4 if dtype == "float32" else 2
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return cls(_weights(Path(folder), config, each), *_kv(config, 4 if wide_kv else each))
+        shapes = dict[str, list[int]]()
+        weights, kv = _weights(Path(folder), config, each, shapes), _kv(config, 4 if wide_kv else each)
+        return cls(weights, *kv, _states(shapes, config | _nested(config), each))
 
     def fit_kv(
-        self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1, heads: int = 0
+        self, tokens: int, device: str, room: float, ranks: int = 1, copies: int = 1, heads: int = 0, sessions: int = 0
     ) -> int:
         """The KV tokens that a verifier gets: so many; of the default number what KV_SHARE of the memory that the
         weights leave can hold; for 0 all of that, on CUDA all that DEVICE_SHARE of the devices has left. Raises
         InvalidField, which says what would do, if a model and its KV need more than there is.
 
         room: bytes free on each device; ranks on the CPU share its one memory. copies: verifiers that share all that.
-        heads: bytes of the heads beside the target.
+        heads: bytes of the heads beside the target. sessions: that may be open at once, whose states are counted as
+        weights are.
         """
+        fixed = self.weights + sessions * self.states
         on_cuda = device.startswith("cuda")
         usable = max(0.0, room - RESERVE) if on_cuda else room
         devices = ranks if on_cuda else 1
-        if kv_tokens == 0:
-            left = devices * (min(usable, DEVICE_SHARE * room) if on_cuda else room) / copies - self.weights - heads
+        if tokens == 0:
+            left = devices * (min(usable, DEVICE_SHARE * room) if on_cuda else room) / copies - fixed - heads
             taken = left * (1.0 if on_cuda else KV_SHARE)
             if not self.kv or taken < LEAST_KV * self.kv:
                 reason = f"{left / GIB:.1f} GiB are left" if self.kv else "config.json does not tell what a token takes"
                 raise InvalidField("verifier.kv_tokens", f"0 takes what the device has left for KV, and {reason}")
             return int(taken / self.kv) // BLOCK_SIZE * BLOCK_SIZE
-        share = KV_SHARE * (devices * usable / copies - self.weights)
-        if kv_tokens == _DEFAULT and LEAST_KV * self.kv < share < kv_tokens * self.kv:
+        share = KV_SHARE * (devices * usable / copies - fixed)
+        if tokens == _DEFAULT and LEAST_KV * self.kv < share < tokens * self.kv:
             return int(share / self.kv)
-        kv = self.kv * kv_tokens
-        need = copies * (self.weights + kv)
+        kv = self.kv * tokens
+        need = copies * (fixed + kv)
         if need <= devices * usable:
-            return kv_tokens
+            return tokens
         where = f"{devices} x {device}" if devices > 1 else device
         reserve = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
         counts = range(ceil(need / usable), self.kv_heads + 1) if on_cuda and usable else ()
         enough = next((count for count in counts if self.kv_heads % count == 0), 0)
         advice = f"{enough} ranks on as many such devices would hold them; " if enough else ""
+        states = f" + {sessions * self.states / GIB:.1f} GiB of {sessions} sessions' states" if self.states else ""
+        fewer = "limits.sessions, a lower " if self.states else ""
         raise InvalidField(
             "verifier.ranks" if enough else "target",
-            f"{copies} x ({self.weights / GIB:.1f} GiB of weights + {kv / GIB:.1f} GiB of KV) are more than the "
-            f"{room / GIB:.1f} GiB of memory on {where}{reserve}; {advice}a lower verifier.kv_tokens, bfloat16 or a "
-            "smaller target takes less",
+            f"{copies} x ({self.weights / GIB:.1f} GiB of weights{states} + {kv / GIB:.1f} GiB of KV) are more than "
+            f"the {room / GIB:.1f} GiB of memory on {where}{reserve}; {advice}a lower {fewer}verifier.kv_tokens, "
+            "bfloat16 or a smaller target takes less",
         )
 
 
-def fit_verifier(settings: VerifierSettings, room: float | None = None, copies: int = 1) -> int:
-    """The KV tokens of each of so many verifiers. room: bytes free on each device, where that is not the CPU. Raises
-    InvalidField as `fit_kv` does, and unless each rank can hold as many of a layer's key heads as the others.
+def fit_verifier(settings: VerifierSettings, sessions: int, room: float | None = None, copies: int = 1) -> int:
+    """The KV tokens of each of so many verifiers beside the states of sessions. room: bytes free on each device, where
+    that is not the CPU. Raises InvalidField as `fit_kv` does, and unless each rank can hold as many of a layer's key
+    heads as the others.
     """
     target, dtype, device, ranks = settings.target, settings.dtype, settings.device, settings.ranks
     size = ModelSize.of(target, dtype, wide_kv=settings.invariant and device == "cpu")
@@ -330,7 +343,7 @@ def fit_verifier(settings: VerifierSettings, room: float | None = None, copies: 
     if room is None and settings.kv_tokens:
         return settings.kv_tokens
     heads = head_bytes(settings.drafters, target, dtype)
-    return size.fit_kv(settings.kv_tokens, device, room or 0.0, ranks=ranks, copies=copies, heads=heads)
+    return size.fit_kv(settings.kv_tokens, device, room or 0.0, ranks, copies, heads, sessions)
 
 
 def head_bytes(drafters: Sequence[str], target: str | Path, dtype: str) -> int:
@@ -355,14 +368,17 @@ def free_memory(device: str) -> float | None:
     return min(available, float(limit)) if limit.isdecimal() else available
 
 
-def _weights(folder: Path, config: dict[str, Any], each: int) -> int:
-    """Bytes of a checkpoint; a file that cannot be read has none: loading will say what is wrong with it."""
+def _weights(folder: Path, config: dict[str, Any], each: int, shapes: dict[str, list[int]]) -> int:
+    """Bytes of a checkpoint, and the `shapes` of its tensors; a file that cannot be read has none: loading will say
+    what is wrong with it.
+    """
     # These are as large as any once the first forward has made numbers of them.
     unpacked = (config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
     total = 0
     for name, file in tensors_in(folder):
         part = file.get_slice(name)
-        count, dtype = prod(part.get_shape()), part.get_dtype()
+        shapes[name], dtype = part.get_shape(), part.get_dtype()
+        count = prod(shapes[name])
         if unpacked and name.endswith(".weight_shape"):
             total += prod(map(int, file.get_tensor(name))) * each
         elif dtype in FLOATS or (unpacked and name.endswith(".weight")):
@@ -370,6 +386,20 @@ def _weights(folder: Path, config: dict[str, Any], each: int) -> int:
         elif not (unpacked and name.endswith(".weight_packed")):
             total += count * _BITS.get(dtype, 8) // 8
     return total
+
+
+def _states(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], each: int) -> int:
+    """Bytes of a session's states: windows as large as the convolutions, and in float32 recurrent states, of as many
+    channels as the projection behind them reads.
+    """
+    windows = (
+        shape for name, shape in shapes.items() if "conv" in name and name.endswith("weight") and len(shape) == 3
+    )
+    layers = [name.removesuffix("A_log") for name in shapes if name.endswith(".A_log")]
+    outputs = (shapes.get(f"{layer}{output}.weight") for layer in layers for output in _STATE_OUTPUTS)
+    named = {**config, **(config.get("linear_attn_config") or {})}
+    width = next((named[name] for name in _STATE_WIDTHS if named.get(name)), 0)
+    return each * sum(map(prod, windows)) + 4 * width * sum(shape[1] for shape in outputs if shape)
 
 
 def _kv(config: dict[str, Any], each: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.modules import call_directly, fuse, merge_launches, merge_norms, prepack, weight_bytes
 from coppice.engine.ordered import Ordered, by_row
 from coppice.engine.rows import PackedBatch, Piece, Tail, pack
-from coppice.engine.states import Plan, Probe, States, StateShape, adopt, using
+from coppice.engine.states import Cache, Plan, Probe, States, adopt, using
 from coppice.engine.steps import Steps, TappedModel, graph_buckets, padded
 from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
@@ -168,7 +168,7 @@ class KVLayout:
         self.numbers: list[int] = []
         self.windows: set[int | None] = set()
         self.group, self.vocab_size = 1, 0
-        self.states: list[tuple[Any, StateShape]] = []
+        self.states: list[tuple[Any, Cache]] = []
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
@@ -211,7 +211,7 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
         often = "more than once in one" if keeping else "not exactly once in each"
         raise UnsupportedModel(f"{name} attends {often} of its {count} layers")
     layout.layers = [places.get(number, KVShape(0, 0, 0)) for number in range(count)]
-    layout.states = list(zip(keeping, probe.shapes(len(keeping)), strict=True))
+    layout.states = [(layer, probe.caches[number]) for number, layer in enumerate(keeping)]
     layout.vocab_size = logits.shape[-1]
     return layout
 

@@ -57,10 +57,8 @@ def by_row(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = RowsLinear
-        elif isinstance(module, PackedLinear):
+        elif isinstance(module, (PackedLinear, FusedLinear)):
             module.padding = PAIRED
-        elif isinstance(module, FusedLinear):
-            module.fused.product.padding = PAIRED
         elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
             module.forward = partial(by_rows, module.forward)
 

@@ -113,6 +113,8 @@ def check_invariant(engine: Engine) -> bytes:
     modules = (module for module in engine.model.modules() if not isinstance(module, nn.Conv1d))
     if any(parameter.dim() > 2 for module in modules for parameter in module.parameters(recurse=False)):
         raise UnsupportedModel("verifier.invariant: experts multiply as many rows at once as are sent to them")
+    if engine.states and not engine.states.resumes:
+        raise UnsupportedModel("verifier.invariant: Mamba 1 multiplies a weight by as many rows as there are")
     room = min(engine.info.context.tokens, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(engine.info.vocab_size, (max(1, min(_BORDER, room)) + len(_PARENTS),), generator=random)

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from coppice.engine.attention import UnsupportedModel
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.modules import derived
+from coppice.engine.ordered import ROWS
 from coppice.engine.rows import NOTHING, Ints, PackedBatch, Tail
 
 
@@ -66,13 +67,6 @@ class Form(NamedTuple):
     resumes: bool  # whether `whole` continues a state
 
 
-class StateShape(NamedTuple):
-    """What a layer keeps of a text: shapes and dtypes of a convolution's window (C, K) and of a recurrent state."""
-
-    conv: tuple[tuple[int, ...], torch.dtype] | None
-    recurrent: tuple[tuple[int, ...], torch.dtype] | None
-
-
 def adopt(model: nn.Module) -> list[Any]:
     """Have a model's state layers run packed where a forward is `using` a plan; returns them. Raises UnsupportedModel.
 
@@ -86,8 +80,8 @@ def adopt(model: nn.Module) -> list[Any]:
             if code is None or not set(_ASKS) & set(code.co_names):
                 continue
             module.__class__ = _packed(kind)
-            if not module.form.resumes:  # such a layer multiplies by the weight itself, which must not be packed
-                module.dt_proj.forward = module.dt_proj.forward
+            if not module.form.resumes and hasattr(module, "dt_proj"):
+                module.dt_proj.forward = module.dt_proj.forward  # its weight is read by itself, and must not be packed
         module.__dict__["state_number"] = len(layers)
         layers.append(module)
     return layers
@@ -154,28 +148,23 @@ def _by_level(step: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     return update
 
 
-class Probe:
-    """Stands for a cache in a forward over one new text, and notes what each state layer keeps of it."""
+class Cache:
+    """Stands for transformers' cache in a state layer's own forward, and holds what the layer keeps of one text.
 
-    def __init__(self) -> None:
-        self._conv: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._recurrent: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._number = 0
+    conv (1, C, K): the last inputs of a convolution; recurrent (1, ...); None where there is none or no text yet, as
+    zeros are what stands before a text. A Plan is in their place where it steps over rows.
+    """
 
-    def run(self, module: Any, states: Tensor) -> Tensor:
-        """As Plan.run."""
-        self._number = module.state_number
-        output: Tensor = module.form.whole(module, states, **{module.form.cache: self})
-        return output
+    def __init__(self, conv: Tensor | Plan | None = None, recurrent: Tensor | Plan | None = None) -> None:
+        self.conv, self.recurrent = conv, recurrent
 
-    def shapes(self, count: int) -> list[StateShape]:
-        """Those of `count` layers."""
-        return [StateShape(self._conv.get(number), self._recurrent.get(number)) for number in range(count)]
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | Plan | None:
+        """As transformers' cache."""
+        return self.conv
 
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """A new text has none."""
-
-    get_recurrent_state = get_conv_state
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | Plan | None:
+        """As transformers' cache."""
+        return self.recurrent
 
     def is_recording_past(self, *_: Any) -> bool:
         """As transformers' cache."""
@@ -183,46 +172,32 @@ class Probe:
 
     def update_conv_state(self, states: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
         """As transformers' cache."""
-        self._conv[self._number] = (states.shape[1], conv_kernel_size), states.dtype
-        return states
-
-    def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """As transformers' cache."""
-        self._recurrent[self._number] = tuple(states.shape[1:]), states.dtype
-        return states
-
-
-class _Chunk:
-    """Stands for a cache in a forward over one session's chunk."""
-
-    def __init__(self, states: States, number: int, slot: int) -> None:
-        self._conv, self._recurrent = (
-            None if kind[number] is None else kind[number][slot : slot + 1] for kind in (states.conv, states.recurrent)
-        )
-
-    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
-        """As transformers' cache; zeros are what stands before a text."""
-        return self._conv
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
-        """As transformers' cache."""
-        return self._recurrent
-
-    def is_recording_past(self, *_: Any) -> bool:
-        """As transformers' cache."""
-        return False
-
-    def update_conv_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """As transformers' cache."""
-        assert self._conv is not None
-        whole = torch.cat((self._conv, states), dim=-1)
-        self._conv.copy_(whole[..., -self._conv.shape[-1] :])
+        if self.conv is None:
+            self.conv = states.new_zeros(*states.shape[:2], conv_kernel_size)
+        assert isinstance(self.conv, Tensor)
+        whole = torch.cat((self.conv, states), dim=-1)
+        self.conv.copy_(whole[..., -conv_kernel_size:])
         return whole
 
     def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> None:
-        """As transformers' cache."""
-        assert self._recurrent is not None
-        self._recurrent.copy_(states)
+        """As transformers' cache; a plan's states are in their slots already."""
+        if self.recurrent is None:
+            self.recurrent = states
+        elif isinstance(self.recurrent, Tensor):
+            self.recurrent.copy_(states)
+
+
+class Probe:
+    """Runs state layers over one new text, and has what each keeps of it, by its number."""
+
+    def __init__(self) -> None:
+        self.caches: dict[int, Cache] = {}
+
+    def run(self, module: Any, states: Tensor) -> Tensor:
+        """As Plan.run."""
+        cache = self.caches[module.state_number] = Cache()
+        output: Tensor = module.form.whole(module, states, **{module.form.cache: cache})
+        return output
 
 
 @dataclass
@@ -256,16 +231,16 @@ class _Text:
 class States:
     """The states of all sessions: of each layer a tensor of slots, one for each session that has a block table."""
 
-    def __init__(self, kept: Sequence[tuple[Any, StateShape]], device: torch.device, stepwise: bool) -> None:
-        """kept: the layers, and what each keeps. stepwise: chunks are stepped over like all other rows."""
-        layers, shapes = zip(*kept, strict=True)
+    def __init__(self, kept: Sequence[tuple[Any, Cache]], device: torch.device, stepwise: bool) -> None:
+        """kept: the layers, and what each keeps of a text. stepwise: chunks are stepped over like all other rows."""
+        layers, caches = zip(*kept, strict=True)
         self.stepwise = stepwise
         self.resumes = all(layer.form.resumes for layer in layers)
         self.chunk = max(getattr(layer, "chunk_size", _CHUNK) for layer in layers)
         """tokens of a chunk of the chunked forms"""
         self.conv, self.recurrent = (
-            [shape and torch.zeros(0, *shape[0], dtype=shape[1], device=device) for shape in kind]
-            for kind in zip(*shapes, strict=True)
+            [None if state is None else state.new_zeros(0, *state.shape[1:]) for state in kind]
+            for kind in zip(*((cache.conv, cache.recurrent) for cache in caches), strict=True)
         )
         self.device = device
         self._texts: dict[str, _Text] = {}
@@ -285,7 +260,9 @@ class States:
         slots = len(next(self._tensors()))
         with torch.inference_mode(False):  # they are written outside of it, too
             for kind in (self.conv, self.recurrent):
-                kind[:] = [s if s is None else F.pad(s, (0, 0) * (s.dim() - 1) + (0, count)) for s in kind]
+                for number, states in enumerate(kind):  # one is copied at a time
+                    if states is not None:
+                        kind[number] = F.pad(states, (0, 0) * (states.dim() - 1) + (0, count))
         self._free += range(slots, slots + count)
 
     def open(self, table: BlockTable) -> None:
@@ -340,8 +317,7 @@ class _Level(NamedTuple):
 
 
 class Plan:
-    """How the state layers compute one forward's rows; also what stands for a cache, and for the states in it, where
-    they step over rows.
+    """How the state layers compute one forward's rows; also what stands for their states where they step over rows.
 
     Stepped over are nodes: P rows of earlier forwards, which were accepted, then R rows of this one.
     """
@@ -384,7 +360,11 @@ class Plan:
             texts = list(run)
             rows = [text.first + row for text, path in texts for row in path]
             self._sources.append((texts[0][0].inputs or {}, self._index(rows)))
-        self._earlier = node = sum(len(path) for *_, path in self._steps)
+        node = sum(len(path) for *_, path in self._steps)
+        self._count = sum(len(tail.visible) for _, tail, _ in self._steps)
+        # Functions of a number a head round a row otherwise that ends inside a vector.
+        self._padding = -self._count % ROWS if self._states.stepwise else 0
+        self._wanted = np.pad(np.arange(node, node + self._count), (0, self._padding), "edge")
         in_front, behind, last, done = list[Any](), list[Any](), list[int](), 0
         for owner, (_, tail, path) in enumerate(self._steps):
             count, depth, end = len(tail.visible), len(path), done + len(path)
@@ -408,7 +388,7 @@ class Plan:
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         self._order = None if np.array_equal(order, np.arange(len(order))) else self._index(order)
-        self._answers = self._index(place[self._earlier :])
+        self._answers = self._index(place[self._wanted])
         self._levels, start, above = list[_Level](), 0, 0
         for number, end in enumerate(np.cumsum(np.bincount(level)).tolist()):
             up = place[self._parents[order[start:end]]] - above
@@ -440,32 +420,20 @@ class Plan:
         form, number = module.form, module.state_number
         output = torch.zeros_like(hidden)
         for text, tail, first in self._chunks:
-            part = slice(first, first + len(tail.visible))
-            chunk = _Chunk(self._states, number, text.slot)
+            part, slot = slice(first, first + len(tail.visible)), slice(text.slot, text.slot + 1)
+            kept = (kind[number] for kind in (self._states.conv, self._states.recurrent))
+            chunk = Cache(*(None if states is None else states[slot] for states in kept))
             output[:, part] = form.whole(module, hidden[:, part], **{form.cache: chunk})
         if self._steps:
             self._number = number
-            count = len(self._answers)
-            rows = hidden[0, :count] if self._rows is None else hidden[0].index_select(0, self._rows)
-            stepped = form.single(module, rows[:, None], **{form.cache: self})[:, 0]
+            rows = hidden[0, : self._count] if self._rows is None else hidden[0].index_select(0, self._rows)
+            rows = F.pad(rows, (0, 0, 0, self._padding))
+            stepped = form.single(module, rows[:, None], **{form.cache: Cache(self, self)})[: self._count, 0]
             if self._rows is None:
-                output[0, :count] = stepped
+                output[0, : self._count] = stepped
             else:
                 output[0].index_copy_(0, self._rows, stepped)
         return output
-
-    def get_conv_state(self, *_: Any, **__: Any) -> Plan:
-        """As transformers' cache."""
-        return self
-
-    get_recurrent_state = get_conv_state
-
-    def is_recording_past(self, *_: Any) -> bool:
-        """As transformers' cache."""
-        return False
-
-    def update_recurrent_state(self, *_: Any, **__: Any) -> None:
-        """As transformers' cache; the states are in their slots already."""
 
     def _nodes(self, name: str, new: Tensor) -> Tensor:
         """An argument of the N nodes, of which `new` are the R; these are kept while they may be accepted later."""
@@ -523,7 +491,7 @@ class Plan:
         for _ in range(kernel):
             columns.append(above[columns[-1]])
         every = np.stack(columns[::-1], axis=1)  # a node's own input last
-        return self._index(every[self._earlier :, :-1]), self._index(every[self._last, 1:])
+        return self._index(every[self._wanted, :-1]), self._index(every[self._last, 1:])
 
 
 def parents_of(tail: Tail) -> Ints:

@@ -214,7 +214,8 @@ def check_target(spec: StackSpec, settings: Settings) -> int:
         import torch
 
         room = float(torch.cuda.get_device_properties(verifier.device).total_memory)
-    return model.fit_verifier(verifier, room, spec.verifiers)
+    sessions = int(own.get("sessions", settings.limits.sessions))
+    return model.fit_verifier(verifier, sessions, room, spec.verifiers)
 
 
 def target_warnings(target: Path, text_folder: Path | None = None) -> Iterator[str]:

@@ -42,14 +42,18 @@ _SIZES |= {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_chunk_size", "chunk_size"), 16),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
     **{"mamba_d_ssm": 64, "attn_layer_offset": 1},
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
+    **{"indexer_compress_ratio": 4},
 }
 _ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _CONVOLVING = {"layer_types": ["conv", "full_attention"] * 2}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "mamba2": {"expand": 1},
+    "zamba": {"layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "moe"]},
+    "zaya": {"num_experts_per_tok": 1},
     "bailing_hybrid": _ALTERNATING,
     "granitemoehybrid": _ALTERNATING,
     "kimi_linear": _ALTERNATING,

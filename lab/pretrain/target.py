@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from coppice.config.model import read_tokenizer
 from coppice.training.data import END_OF_TEXT, Domain, read_corpora
 from coppice.training.heads import HeadInTraining, Recipe, Trainer, TrainingConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
     "vocab_size": 8192,
     "hidden_size": 256,
     "num_hidden_layers": 20,
@@ -36,7 +37,7 @@ SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 HOW = "Trained from nothing on the text below: next-token cross-entropy, Muon and AdamW."
 
 
-def train_tokenizer(texts: Iterable[str], sizes: Mapping[str, int], folder: Path) -> None:
+def train_tokenizer(texts: Iterable[str], sizes: Mapping[str, Any], folder: Path) -> None:
     """Train a byte-level BPE, whose id 0 is END_OF_TEXT, its only special token; written as transformers expects it."""
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
@@ -61,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], sizes: Mapping[str, int], folder: Path
 class Texts:
     """The documents of `--data` lines as one long text, read at positions as recorded answers are (TargetAnswers)."""
 
-    def __init__(self, lines: list[str], folder: Path, sizes: Mapping[str, int]) -> None:
+    def __init__(self, lines: list[str], folder: Path, sizes: Mapping[str, Any]) -> None:
         """Train the tokenizer into `folder` unless it is there. Raises DataError."""
         corpora = read_corpora(lines)
         if not (folder / "tokenizer.json").exists():
@@ -89,7 +90,7 @@ class Texts:
 
 
 class TargetInTraining(HeadInTraining):
-    """A Llama that learns the next token. Its blocks start as the identity: zero output projections."""
+    """A model of any class that learns the next token. Its blocks start as the identity: zero output projections."""
 
     def __init__(self, config: TrainingConfig) -> None:
         """`config.target` is the folder of the tokenizer."""
@@ -97,9 +98,10 @@ class TargetInTraining(HeadInTraining):
         self.tokenizer = config.target
         shape: dict[str, Any] = {**config.shape, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}
         torch.manual_seed(config.seed)
-        self.model: Any = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).train()
-        for name, weight in self.model.model.layers.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+        build: Any = AutoModelForCausalLM.from_config
+        self.model = build(AutoConfig.for_model(**{"tie_word_embeddings": True, **shape})).train()
+        for name, weight in self.model.get_decoder().layers.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
             elif weight.ndim == 2:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
@@ -116,7 +118,7 @@ class TargetInTraining(HeadInTraining):
 
 
 def target_run(
-    lines: list[str], work: Path, recipe: Recipe, sizes: Mapping[str, int] = SIZES, **options: Any
+    lines: list[str], work: Path, recipe: Recipe, sizes: Mapping[str, Any] = SIZES, **options: Any
 ) -> Trainer:
     """Read the texts, and make the run that trains a target in `work`; `options` are those of a TrainingConfig."""
     texts: Any = Texts(lines, work / "data", sizes)

@@ -68,5 +68,5 @@ def draw_jobs(jobs: object, logits: Tensor) -> list[int]:
 
 if __name__ == "__main__":
     worker: Any = importlib.import_module(module_of("services.verifier.worker"))
-    worker.load, worker.check_devices, worker.draw_jobs = load_engine, lambda settings: settings, draw_jobs
+    worker.load, worker.check_devices, worker.draw_jobs = load_engine, lambda settings, sessions: settings, draw_jobs
     runpy.run_module(module_of("services.verifier"), run_name="__main__", alter_sys=True)

@@ -46,7 +46,7 @@ async def serve(settings: Settings) -> int:
     heads = heads_beside(settings)
     registries = own_registries(settings, "verifier") + (own_registries(settings, "drafter", *heads) if heads else [])
     serving = Serving(settings, "verifier", registries=registries)
-    worker = Worker(settings.verifier, metrics)
+    worker = Worker(settings.verifier, metrics, settings.limits.sessions)
     serving.links = metrics.links.track_inprogress
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})

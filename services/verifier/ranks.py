@@ -133,9 +133,9 @@ def follow(engine: Engine) -> None:
         engine.forward(batch)
 
 
-def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings:
-    """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
-    target's ranks need, and this rank's has the memory.
+def check_devices(settings: VerifierSettings, rank: int = 0, sessions: int = 0) -> VerifierSettings:
+    """The settings with the KV tokens that there is room for beside the states of so many sessions. Raises InvalidField
+    unless there are the devices that the target's ranks need, and this rank's has the memory.
     """
     device, ranks, room, devices, reason = settings.device, settings.ranks, None, torch.cuda.device_count(), ""
     if ranks > 1 and find_spec("accelerate") is None:
@@ -148,7 +148,7 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
         raise InvalidField("verifier.ranks", f"{ranks} ranks {reason}")
     if device.startswith("cuda"):  # of no other device: to ask for its memory takes some of it
         room = float(torch.cuda.mem_get_info((torch.device(device).index or 0) + rank)[0])
-    return settings.model_copy(update={"kv_tokens": fit_verifier(settings, room)})
+    return settings.model_copy(update={"kv_tokens": fit_verifier(settings, sessions, room)})
 
 
 async def serve(settings: Settings) -> int:

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from coppice.config.sections import VerifierSettings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import OutOfBlocks
-from coppice.engine.rows import pack
+from coppice.engine.rows import PackedBatch, pack
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import BLOCK_SIZE, LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY, TREE_ROOM
 from coppice.speculation.grammar import Guide
@@ -87,9 +86,10 @@ class Worker(BatchingThread):
 
     engine: Engine
 
-    def __init__(self, settings: VerifierSettings, metrics: SessionMetrics) -> None:
+    def __init__(self, settings: VerifierSettings, metrics: SessionMetrics, sessions: int = 0) -> None:
+        """sessions: that may be open at once, for whose states room is left."""
         super().__init__("torch", BATCH_WAIT_S)
-        self.settings, self.metrics = settings, metrics
+        self.settings, self.metrics, self._most_sessions = settings, metrics, sessions
         self.address = ""  # where FeatureRefs point to; known once the server listens
         self.kv_tokens_used = 0
         self.repetition_penalty = 1.0  # of sessions that set none; known once the target is loaded
@@ -148,7 +148,7 @@ class Worker(BatchingThread):
 
     def load(self) -> None:
         self.repetition_penalty = repetition_penalty(self.settings.target, self.settings.generation_config)
-        self.settings = check_devices(self.settings)
+        self.settings = check_devices(self.settings, sessions=self._most_sessions)
         if self.settings.ranks > 1:
             self._ranks = Ranks(self.settings)
             self.engine = self._ranks.engine
@@ -168,11 +168,10 @@ class Worker(BatchingThread):
         log.info("memory", takes=self.engine.memory)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
-        most_cached = self.settings.prefix_cache_tokens
         if self.engine.states is not None:
             log.info("no prefix cache: the target keeps states of texts, and cached blocks have none")
-            most_cached = 0
-        self._cache = PrefixCache(self.engine.pool, most_cached, self.metrics.registry)
+            self.settings = self.settings.model_copy(update={"prefix_cache": 0.0})
+        self._cache = PrefixCache(self.engine.pool, self.settings.prefix_cache_tokens, self.metrics.registry)
         wait([self._grammars.vocabulary])
 
     def idle(self) -> bool:
@@ -254,8 +253,9 @@ class Worker(BatchingThread):
         layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
         started = time.perf_counter_ns()
         try:
-            with self._masks_ahead(jobs):
-                output = self.engine.forward(pack([job.piece for job in jobs], layers))
+            batch = pack([job.piece for job in jobs], layers)
+            guided = [job for job in jobs if job.step and job.session.guide] if not self.engine.on_device else ()
+            output = self._forward_guided(batch, guided) if guided else self.engine.forward(batch)
             drawn = draw_jobs(jobs, output.logits) if self.engine.on_device else ()
         except Exception as error:
             log.exception("forward failed", sessions=len(jobs))
@@ -294,24 +294,21 @@ class Worker(BatchingThread):
             job.lay(room)
         return [*steps, *chunks]
 
-    @contextmanager
-    def _masks_ahead(self, jobs: list[Job]) -> Iterator[None]:
-        """Have another thread prepare what grammars leave of the rows of a forward on the CPU, for its length."""
-        guides = [(job.session.guide, job.step, job.tree) for job in jobs if job.step and job.session.guide]
+    def _forward_guided(self, batch: PackedBatch, jobs: Sequence[Job]) -> ForwardOutput:
+        """A forward on the CPU, while another thread prepares what grammars leave of the rows of some jobs."""
         is_over = Event()
 
         def look_ahead() -> None:
-            for guide, step, tree in guides:
-                if not is_over.is_set():
-                    guide.look_ahead([step.root], tree, is_over.is_set)
+            for job in jobs:
+                if job.step and job.session.guide and not is_over.is_set():
+                    job.session.guide.look_ahead([job.step.root], job.tree, is_over.is_set)
 
-        looking = self._grammars.masking.submit(look_ahead) if guides and not self.engine.on_device else None
+        looking = self._grammars.masking.submit(look_ahead)
         try:
-            yield
+            return self.engine.forward(batch)
         finally:
             is_over.set()
-            if looking:
-                looking.result()
+            looking.result()
 
     def _account(self, jobs: list[Job], steps: list[int], output: ForwardOutput, started: int) -> VerifyTimings:
         """What all sessions of a forward are told of it; metrics and the pruner learn from it. steps: of which keys."""

@@ -44,7 +44,7 @@ from tests.chart.chart import (
 
 WORDS = {"default", "description", "title"}
 REGENERATE = os.environ.get("REGENERATE") == "1"
-KUBERNETES = ("1.27", kubernetes_validate.latest_version())  # what is valid in both is so between them
+KUBERNETES = ("1.27", *(f"1.{minor}" for minor in range(29, 35)), kubernetes_validate.latest_version())
 # Settings that are the chart's to make: addresses, paths, what comes out of Secrets, and what is for tests.
 OWN = {
     "server": {"host", "port", "health_port", "metrics_port", "advertise", "ready_file", "failpoints"},

@@ -70,7 +70,7 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
     """Calls a step under each policy, by one sampled answer after a few that warm up."""
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
-        shipped = map(HeadSpec.shipped, heads)
+        shipped = map(HeadSpec.parse, heads)
         patient = serving(Path(name), None, *shipped, draft_deadline_ms=5000)  # late drafts take calls of their own
         with patient as stack, Client(stack.address) as client:
             pids = {name: ready.pid for name, ready in stack.services.items()}

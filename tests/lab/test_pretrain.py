@@ -17,6 +17,7 @@ from lab.pretrain.target import HOW, target_run
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
 SIZES = {
+    "model_type": "llama",
     "vocab_size": 300,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -26,6 +27,14 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
+HYBRID = (
+    SIZES
+    | {"model_type": "qwen3_5_text", "full_attention_interval": 2}
+    | {
+        name: 16 if name.endswith("dim") else 2
+        for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    }
+)
 
 
 @pytest.fixture
@@ -65,14 +74,15 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_target_is_trained_and_exported(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, HYBRID])
+def test_a_target_is_trained_and_exported(sizes: dict[str, object], text: Path, tmp_path: Path) -> None:
     lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
     command = command_line("target", lines, {"out": out.name, "tokens": "768"})
-    run = target_run(lines, work, recipe(768), SIZES)
+    run = target_run(lines, work, recipe(768), sizes)
     assert run.train()
     run.export(out, "A target", command, HOW)
     model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.dtype == torch.bfloat16
+    assert (model.dtype, model.config.model_type) == (torch.bfloat16, sizes["model_type"])
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
         path.name for path in out.iterdir()
     }

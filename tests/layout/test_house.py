@@ -37,10 +37,10 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 31_000,
-    "of it lab": 3_054,
-    "files outside tests": 157,
-    "Python of tests": 29_539,
+    "Python outside tests": 30_438,
+    "of it lab": 2_952,
+    "files outside tests": 153,
+    "Python of tests": 29_118,
     "words of docs": 23_834,
     "settings": 69,
     "MB of tracked files": 73,

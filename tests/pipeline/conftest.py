@@ -49,7 +49,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("demo")
     seats = {"limits.sessions": 16, "limits.queued": 0, "server.grace_s": 0.5}
     extra = {"orchestrator": seats, "verifier": {"verifier.prune": False}}
-    with serving(logs, None, *map(HeadSpec.shipped, HEADS), http_port=0, extra=extra) as running:
+    with serving(logs, None, *map(HeadSpec.parse, HEADS), http_port=0, extra=extra) as running:
         yield running
     log = (logs / "orchestrator.log").read_text()
     assert "Traceback" not in log

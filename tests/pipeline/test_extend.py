@@ -22,6 +22,7 @@ from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
 from coppice.client.client import Client
+from coppice.machine import extensions
 from coppice.stack.launch import MODULES
 from coppice.stack.process import await_end
 from coppice.stack.spec import HeadSpec
@@ -85,7 +86,9 @@ def found(package: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(package)
         patch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
+        extensions.cache_clear()
         yield
+    extensions.cache_clear()
 
 
 @pytest.fixture(scope="module")

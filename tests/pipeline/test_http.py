@@ -178,6 +178,25 @@ def test_ids_are_prompts_too(client: openai.OpenAI, stack: Stack) -> None:
     assert [choice.text for choice in echoed.choices] == [PROMPT + texts[0]] * 2
 
 
+def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.OpenAI, grpc_client: Client) -> None:
+    wanted = grpc_client.generate(PROMPT, max_new_tokens=8, log_probs=True)
+    options: Any = {"model": "coppice-demo", "temperature": 0, "logprobs": 3}
+    answer = client.completions.create(prompt=PROMPT, max_tokens=8, **options).choices[0].logprobs
+    assert answer
+    assert answer.token_logprobs == pytest.approx(list(wanted.log_probs), abs=1e-3)
+    for mine, best in zip(answer.token_logprobs or (), answer.top_logprobs or (), strict=True):
+        assert len(best) == 3
+        assert max(best.values()) == pytest.approx(mine, abs=1e-5)  # greedy
+    echoed = client.completions.create(prompt=PROMPT, max_tokens=1, echo=True, **options).choices[0]
+    assert echoed.text.startswith(PROMPT)
+    assert echoed.logprobs
+    assert (echoed.logprobs.token_logprobs or ())[0] is None
+    only = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **options)
+    assert (only.choices[0].text, only.choices[0].finish_reason) == (PROMPT, "length")
+    assert only.usage
+    assert only.usage.completion_tokens == 0
+
+
 def test_min_tokens_come_before_any_stop(stack: Stack) -> None:
     stops = {"prompt": PROMPT, "temperature": 0, "stop": ["\n", " "], "max_tokens": 8}
     for least in (0, 8):

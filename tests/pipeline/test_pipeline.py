@@ -211,7 +211,7 @@ SHIPPED = ("dspark-code", "specblock-code", "eagle3-code")
 
 def test_texts_of_the_shipped_heads_are_generates_and_drafts_are_of_use() -> None:
     with (
-        serving(None, None, *map(HeadSpec.shipped, SHIPPED), draft_deadline_ms=3000) as trained,
+        serving(None, None, *map(HeadSpec.parse, SHIPPED), draft_deadline_ms=3000) as trained,
         Client(trained.address) as client,
     ):
         reference = Reference(trained.spec.target, "float32", threads=1)

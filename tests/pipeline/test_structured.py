@@ -29,10 +29,14 @@ from tests.schemas import Schema, schemas
 PROMPT = "The answer as JSON: "
 NEW = 160
 AT_ONCE = 8  # answers
+BUDGETS = (0, 8, 31)
 
 
-def check_schemas(client: Client, count: int, *policies: str) -> int:
-    """How many texts ended by themselves: plain decoding's, under every policy and budget, and of their schemas."""
+def check_schemas(client: Client, count: int, *policies: str, every_budget: bool = False) -> int:
+    """How many texts ended by themselves: plain decoding's, under every policy and budget, and of their schemas.
+
+    Without `every_budget` schemas and policies take the budgets in turns.
+    """
 
     def ends(number: int, case: tuple[Schema, float]) -> bool:
         schema, temperature = case
@@ -40,8 +44,8 @@ def check_schemas(client: Client, count: int, *policies: str) -> int:
         ask = partial(client.generate, PROMPT, **options)
         plain = ask(policy="plain")
         for at, policy in enumerate(policies):
-            budget = (0, 8, 31)[(number + at) % 3]
-            assert ask(policy=policy, budget=budget).ids == plain.ids, schema
+            for budget in BUDGETS if every_budget else BUDGETS[(number + at) % 3 :][:1]:
+                assert ask(policy=policy, budget=budget).ids == plain.ids, schema
         held = plain.ids[: len(plain.ids) // 2]
         assert held + ask(policy=policies[-1], resume_ids=held).ids == plain.ids
         if plain.finish_reason == "eos":

@@ -115,3 +115,13 @@ def test_a_target_has_the_names_that_it_was_given(stack: Stack) -> None:
     answers = [call(stack, "/tokenize", {"model": name, "prompt": "Hi"}) for name in (*NAMES, "third")]
     assert [status for status, _, _ in answers] == [200, 200, 404]
     assert answers[0][2] == answers[1][2]
+
+
+def test_words_are_kept_out_of_a_text(stack: Stack) -> None:
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 40}
+    plain = json.loads(call(stack, "/v1/completions", body)[2])["choices"][0]["text"]
+    words = sorted({character for character in plain if character.isascii()})[:2]
+    status, _, data = call(stack, "/v1/completions", {**body, "bad_words": words})
+    assert status == 200, data
+    text = json.loads(data)["choices"][0]["text"]
+    assert all(word in plain and word not in text for word in words)

@@ -4,6 +4,7 @@ sessions side by side and sessions that are opened again.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,21 +16,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.config.sections import DrafterSettings
+from coppice.config.model import ModelSize
+from coppice.config.sections import DrafterSettings, VerifierSettings
 from coppice.engine.attention import UnsupportedModel
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import Piece, pack
-from coppice.engine.self_check import self_check
+from coppice.engine.self_check import check_invariant, self_check
 from coppice.heads.lm import LanguageModelHead
+from coppice.telemetry import SessionMetrics
 from coppice.testing.tiny_models import VOCAB, save_tiny
+from services.verifier.worker import Worker
 
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 MAMBA = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2", "jamba", "falcon_mamba", "mamba")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 PROMPTS, NEW, CHUNK = (5, 40, 90), 16, 33
 Ids = list[int]
+Patch = pytest.MonkeyPatch
 
 
 @cache
@@ -123,6 +128,7 @@ def test_trees_of_a_hybrid_say_what_generate_says(kind: str, tmp_path: Path) -> 
     engine = engine_of(kind, tmp_path)  # it has passed the self-check, whose prompt crosses a chunk's border
     assert engine.states is not None
     assert "MiB a session" in engine.memory
+    assert ModelSize.of(tmp_path, "float32").states == engine.states.bytes_each
     assert list(differences(kind, engine)) == []
     assert engine.timing(5, sessions=2, context=9, repeats=2) > 0
     assert engine.pool.free_tokens == engine.pool.spare
@@ -144,7 +150,45 @@ def test_a_state_continues_its_own_text_alone(tmp_path: Path) -> None:
         engine.forward(pack([Piece.chain(table, 5, [5])]))
 
 
+def test_a_hybrid_leaves_room_for_states_and_describes_no_prefix_cache(tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = str(saved("qwen3_5_text", tmp_path))
+    size = ModelSize.of(folder, "float32")
+    room = size.weights + 99.0 * size.states + 8000 * size.kv
+    monkeypatch.setattr("coppice.config.model.free_memory", lambda _: room)
+    worker = Worker(VerifierSettings(target=folder, prune=False), SessionMetrics("verifier"), sessions=99)
+    worker.load()
+    assert (worker.settings.kv_tokens, worker.settings.prefix_cache_tokens) == (4000, 0)
+
+
+def bits_behind(engine: Engine, prompts: Sequence[Ids]) -> list[list[torch.Tensor]]:
+    """What layers keep of texts that go in side by side."""
+    states = engine.states
+    assert states is not None
+    tables = [engine.pool.allocate(f"bits{number}", len(ids)) for number, ids in enumerate(prompts)]
+    engine.forward(pack([Piece.chain(table, 0, ids) for table, ids in zip(tables, prompts, strict=True)]))
+    slots = [states._texts[table.session].slot for table in tables]
+    bits = [[kept[slot].clone() for kept in (*states.conv, *states.recurrent) if kept is not None] for slot in slots]
+    for table in tables:
+        engine.pool.free(table)
+    return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo_hybrid", "bamba", "lfm2"])
+def test_an_invariant_hybrid_says_the_same_alone_and_beside_others(kind: str, dtype: torch.dtype) -> None:
+    model, prompts, texts = texts_of(kind)
+    engine = Engine(copy.deepcopy(model).to(dtype), kv_tokens=1024, invariant=True)
+    assert check_invariant(engine)
+    alone = [decoded(engine, [prompt], [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
+    assert decoded(engine, prompts, texts) == alone
+    # Roundings of a state seldom show in a row of bfloat16.
+    for prompt, bits in zip(prompts, bits_behind(engine, prompts), strict=True):
+        assert all(map(torch.equal, bits, bits_behind(engine, [prompt])[0]))
+
+
 def test_what_cannot_keep_states_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"^verifier.invariant: Mamba 1 "):
+        load_engine(saved("mamba", tmp_path / "mamba"), kv_tokens=256, invariant=True)
     save_tiny("qwen3_5_text", "", tmp_path)
     for refuse in (
         lambda: load_engine(tmp_path, kv_tokens=256, ranks=2),

@@ -19,7 +19,7 @@ from coppice.client.completion import Accumulator
 from coppice.client.request import build_request
 from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.speculation.sampling import SamplingParams
-from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, Started, Timings
+from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, Origin, Started, StepTree, Timings
 from tests.fake_service import echo_server
 
 
@@ -121,6 +121,16 @@ def test_events_fold_into_a_completion_a_cancelled_one_if_they_are_cut_short() -
     assert (shown["seed"], shown["tau"], shown["ids"]) == (7, 2.0, [1, 2, 3, 4, 5])
     assert sum(shown["timings_ns"].values()) == shown["timings_ns"]["queue"] == 1
     assert whole._repr_html_().startswith('<pre style="white-space: pre-wrap">x<u>y</u>z!</pre><p>5 tokens, tau 2.00, ')
+
+
+def test_a_notebook_shows_an_answer_with_its_trees_as_text_that_is_no_markup() -> None:
+    answer = Accumulator()
+    tree = StepTree(7, (8,), (0,), (-1.0,), (1,), ("<b>",), (1,), "r")
+    answer.add(Chunk("<b>!", (8, 12), (Origin.DRAFT, Origin.ROOT), ("<b>", "!"), (), tree))
+    shown = answer.completion()._repr_html_()
+    assert "<u>&lt;b&gt;</u>!</pre>" in shown
+    assert "<li><b>&#x27;&lt;b&gt;&#x27;</b></li>" in shown
+    assert "step 1: &#x27;r&#x27;, 1 of 1 drafted tokens accepted" in shown
 
 
 # --- calls ---

@@ -11,11 +11,9 @@ import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,15 +48,11 @@ from tests.kernels import (
 from tests.reference import EFFORT
 
 
-def interpret() -> None:
-    """Have this process interpret kernels, and numpy, whose products it takes for a device's, sum every row alike.
+def products_in_float64() -> None:
+    """Have numpy, whose products the interpreter takes for a device's, sum every row alike wherever it stands.
 
     In float32 a BLAS may sum the last rows of a matrix in another order than the first ones, as some do on some CPUs.
     """
-    os.environ["TRITON_INTERPRET"] = "1"
-    ours = ("coppice.engine.kernels", "services.verifier.draws_triton")
-    for name in [name for name in sys.modules if name in ours or re.match(r"triton(?!\._C)\b", name)]:
-        del sys.modules[name]  # what was imported to be compiled
     single = np.matmul
     np.matmul = lambda a, b, dtype=None: single(a, b, dtype=np.float64).astype(dtype or np.float32)  # type: ignore[assignment]
 
@@ -67,7 +61,10 @@ def interpret() -> None:
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton's kernels run on the CPU."""
     pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), interpret) as process:
+    os.environ["TRITON_INTERPRET"] = "1"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), products_in_float64) as process:
+        process.submit(os.getpid).result()
+        del os.environ["TRITON_INTERPRET"]
         yield process
 
 
@@ -104,7 +101,9 @@ Sizes = Sequence[tuple[int, int, int]]  # prefix, rows and earlier rows of each 
 
 def interpreted(*arguments: Any) -> Tensor:
     """The CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
-    return import_module("coppice.engine.kernels").tree_attention(*arguments)
+    from coppice.engine import kernels
+
+    return kernels.tree_attention(*arguments)
 
 
 def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, seed: int = 0) -> float:
@@ -162,13 +161,13 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=SHAPES, sizes=SIZES, seed=st.integers(0, 9))
 def test_rows_attend_to_what_the_plans_let_them_see(shape: Shape, sizes: Sizes, seed: int) -> None:
     assert far_from_sdpa(tree_attention, shape, sizes, seed) < 1e-5
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 99))
 def test_every_key_of_every_row_is_in_one_part_of_one_tile(sizes: Sizes, seed: int) -> None:
     pool = filled_pool(Shape(), 6000)
@@ -218,6 +217,8 @@ def test_a_bucket_filled_twice_forgets_the_first_batch() -> None:
 
 KERNEL_CASES = {
     "plain steps": (Shape(), [(300, 1, 0), (1, 1, 0), (64, 1, 0)]),
+    "a tree, earlier rows": (Shape(), [(61, 6, 3)]),
+    "a window": (Shape(window=70), [(130, 4, 3), (30, 3, 0)]),
     "a short window": (Shape(window=2), [(127, 6, 0)]),
     "a softcap and sinks": (Shape(softcap=2.0, sinks=True), [(61, 5, 0), (9, 3, 2)]),
     "odd heads": (Shape(6, KVShape(2, 20, 12)), [(70, 3, 0)]),
@@ -234,7 +235,8 @@ def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPo
 
 def rotated_alike(dtype: torch.dtype, dim: int) -> bool:
     """Whether rotations of parts of one product, as joined layers answer, have the stock formula's bits."""
-    kernels = import_module("coppice.engine.kernels")
+    from coppice.engine import kernels
+
     query, key, _ = torch.randn(1, 5, 8 * dim, dtype=dtype).split((4 * dim, 2 * dim, 2 * dim), -1)
     query, key = (states.view(1, 5, -1, dim).transpose(1, 2) for states in (query, key))
     cos, sin = torch.randn(2, 1, 5, dim, dtype=dtype)
@@ -256,13 +258,14 @@ def test_a_drafted_row_has_the_bits_of_a_plain_step(
     assert interpreter.submit(own_bits, interpreted, shape, prefix, 10, [0, 5, 9]).result()
 
 
-def test_the_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)], ids=str)
+def test_the_kernel_compiles_for_hopper_without_spills(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from coppice.engine.kernels import shape_of, sum_parts
 
-    q, stored = (torch.empty(1, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    q, stored = (torch.empty(1, heads, dim, dtype=dtype) for heads in (32, 8))
     inputs = StepInputs(Bucket(1, 1, 16, 1024, 1), 4, KVPool(layers=[KVShape(1, 1, 1)], tokens=32, block_size=32))
-    types = dict.fromkeys(("q", "keys", "values"), "*bf16")
+    types = dict.fromkeys(("q", "keys", "values"), {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype])
     types |= dict.fromkeys(("sums", "tops", "weights"), "*fp32")
     types |= dict.fromkeys(("session", "paged", "length", "tail", "table", "tiles"), "*i32")
     types |= {"q_row": "i32", "q_head": "i32", "window": "i32", "scale": "fp32", "softcap": "fp32"}
@@ -270,8 +273,9 @@ def test_the_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     constants = shape_of(q, stored, inputs) | {"CAPPED": False}
     compiled, listing = compiled_for_hopper(tmp_path, sum_parts, types, constants, aligned)
     assert compiled.metadata.shared <= 227 * 1024 // 2  # two programs on a processor
-    assert "HGMMA" in listing
-    assert "LDGSTS" in listing  # keys are under way while others are used
+    if dtype == torch.bfloat16:
+        assert "HGMMA" in listing
+        assert "LDGSTS" in listing  # keys are under way while others are used
 
 
 # Draws.
@@ -314,8 +318,9 @@ def drawn_and_alone(
 
 def on_the_kernel(vocab: int, rows: int) -> tuple[list[int], list[int]]:
     """The same with the CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
-    kernel = import_module("services.verifier.draws_triton").draw
-    return drawn_and_alone(vocab, rows, torch.float32, "cpu", partial(kernel, columns=COLUMNS))
+    from services.verifier import draws_triton
+
+    return drawn_and_alone(vocab, rows, torch.float32, "cpu", partial(draws_triton.draw, columns=COLUMNS))
 
 
 ON_GPU = pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)

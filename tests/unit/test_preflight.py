@@ -24,6 +24,7 @@ from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.stack import spec as spec_module
 from coppice.stack.spec import PORTS, StackSpec, check_target, preflight, target_warnings
+from coppice.testing.tiny_models import save_tiny
 from tests.tiny import make_target
 
 Up = Callable[..., str]
@@ -98,6 +99,16 @@ def test_kv_takes_half_of_what_the_weights_leave(device: str, room: int, ranks: 
             hopeless.fit_kv(0, device, room * GIB, ranks=ranks)
 
 
+def test_states_of_all_sessions_are_counted_as_weights_are() -> None:
+    size, without = ModelSize(2 * GIB, 128 * 1024, 8, states=GIB // 64), ModelSize(4 * GIB, 128 * 1024, 8)
+    for device, tokens in (("cpu", 65_536), ("cpu", 0), ("cuda", 0)):
+        assert size.fit_kv(tokens, device, 12 * GIB, sessions=128) == without.fit_kv(tokens, device, 12 * GIB)
+    with pytest.raises(
+        InvalidField, match=r"2.0 GiB of weights \+ 16.0 GiB of 1024 sessions' states \+ .* a lower limits.s"
+    ):
+        size.fit_kv(65_536, "cpu", 12 * GIB, sessions=1024)
+
+
 def test_heads_beside_a_target_take_their_weights_and_its_embedding(target: Path) -> None:
     size, folder = ModelSize.of(target, "bfloat16"), text_config(target)
     embedding = 2 * folder["vocab_size"] * folder["hidden_size"]
@@ -113,6 +124,19 @@ def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeyp
     assert check_target(spec, spec.settings()) == 7000
     spec = replace(spec, extra={"verifier": {"verifier.kv_tokens": 6000}})
     assert check_target(spec, spec.settings()) == 6000
+
+
+def test_a_hybrid_leaves_room_for_the_states_of_its_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("qwen3_5_text", "", tmp_path)
+    spec, size = StackSpec(target=tmp_path, dtype="float32"), ModelSize.of(tmp_path, "float32")
+    monkeypatch.setattr(
+        spec_module.model, "free_memory", lambda _: 2.0 * 5000 * size.kv + size.weights + 128 * size.states
+    )
+    assert check_target(spec, spec.settings()) == 5000
+    monkeypatch.setenv("COPPICE_LIMITS__SESSIONS", "64")
+    assert check_target(spec, spec.settings()) == 5000 + 32 * size.states // size.kv
+    lines = {finding.name: finding.value for finding in find(None, tmp_path)}
+    assert lines["states of texts"] == "0.01 MiB for each of 64 sessions, and no prefix cache"
 
 
 @pytest.mark.parametrize("config", [None, "{", '{"model_type": 3}', b"\xff\xfe"])
