@@ -137,7 +137,7 @@ class Guide:
 
     def look_ahead(self, ids: Sequence[int], tree: DraftTree, enough: Callable[[], bool]) -> None:
         """Prepare what `masked` needs behind more ids and at the nodes of a tree there, its first path first, until it
-        is enough. It may run on any thread, while no other uses the guide, and waits for no lock of the interpreter.
+        is enough. It may run on any thread, while no other uses the guide.
         """
         texts, tokens, parents = [tuple(ids)], tree.tokens.tolist(), tree.parents.tolist()
         for token, parent in zip(tokens, parents, strict=True):
