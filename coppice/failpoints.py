@@ -13,6 +13,7 @@ ACTIONS: Mapping[str, Action] = {
     "drafter.slow": "delay",  # before a batch is drafted
     "drafter.stale": "garbage",  # an answer names an earlier step
     "drafter.garbage": "garbage",  # a tree is none
+    "link.cut": "garbage",  # a link ends; asked every half second
     "verifier.verdict": "exit",  # a step is committed, its verdict not sent
     "adapter.read": "exit",  # records were taken from Redis and nothing was done with them
     "adapter.step": "exit",  # an update is trained and no replica has it

@@ -65,10 +65,11 @@ def exact(options: Options) -> None:
         run_exact(bench, [replace(question, later=()) for question in asked], methods, cells)
 
 
-@command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
+@command(app, "target", "heads", "methods", "ids", "regex", "dtype", max_new_tokens=192)
 def identity(options: Options) -> None:
-    """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
-    spec = two_of_each(replace(options, dtype=options.dtype or "float32").spec())
+    """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills, cut links and weight syncs."""
+    dtype = options.dtype or "float32"
+    spec = two_of_each(replace(options, dtype=dtype).spec(), invariant=dtype != "float32" or bool(options.regex))
     methods, count = read_methods(options.methods, spec.heads)[1:], -(-options.ids // options.max_new_tokens)
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
     with measuring("bench identity", spec, options) as bench:

@@ -1,7 +1,8 @@
 """`coppice bench identity`: one SHA-256 of greedy and sampled ids for every way to decode, and all are plain's.
 
 In float32 plain's text is compared with what transformers draws along it, so that a fault that all ways share is seen
-too. In bfloat16 rounding decides too often for that: verifiers are invariant, and all say one session's plain text.
+too. In bfloat16 rounding decides too often for that, and transformers knows no grammar: then verifiers are invariant,
+and all say one session's plain text.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
 from lab.measuring import Bench, Check, Ids, running
+from lab.options import Options
 
 VERIFIERS = ORCHESTRATORS = 2
 MARGIN = 2e-4
@@ -37,7 +39,9 @@ MARGIN = 2e-4
 SPARE = 1.2  # times as many answers are asked for as are wanted
 QUICK = {"adapter.policy": "always", "adapter.interval": 4, "adapter.cpu_share": 1.0}
 """of an adapter that trains after every few queries"""
-KILLS, SYNCS, BOTH = MEANWHILE = ("kills", "weight syncs", "kills and weight syncs")
+CUTS = {"server.failpoints": "link.cut=0.1"}
+"""of a server that cuts each of its links every five seconds"""
+KILLS, SYNCS = "kills and moves", "weight syncs"
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9),
@@ -61,7 +65,7 @@ class Way:
     method: str
     budget: int | None = None
     sessions: int = 8
-    during: str = ""  # one of MEANWHILE, or nothing
+    during: str = ""  # what else happens
 
     def __str__(self) -> str:
         budget = "" if self.budget is None else f" B={self.budget}"
@@ -73,7 +77,7 @@ Line = dict[str, Any]
 difference, where it first left what was expected, and how many ids were compared up to and with that one"""
 
 
-def two_of_each(spec: StackSpec) -> StackSpec:
+def two_of_each(spec: StackSpec, invariant: bool) -> StackSpec:
     """The same stack with verifiers and orchestrators that take one another's place."""
     return replace(
         spec,
@@ -81,17 +85,19 @@ def two_of_each(spec: StackSpec) -> StackSpec:
         orchestrators=ORCHESTRATORS,
         verifier_threads=max(1, usable_cores() // VERIFIERS),
         drafter_threads=1,
-        extra={} if spec.dtype == "float32" else {"verifier": {"verifier.invariant": True}},
+        extra={"verifier": {"verifier.invariant": invariant}},
     )
 
 
-def ways_of(methods: Sequence[str], dtype: str) -> tuple[list[Way], list[Way]]:
-    """Plain decoding, every method, budget and batch mix, and every method beside kills; then what needs an adapter."""
+def ways_of(methods: Sequence[str], dtype: str, adapts: bool) -> tuple[list[Way], list[Way]]:
+    """Plain decoding, every method, budget and batch mix, and every method beside kills; then what is done once more
+    where links are cut and, if a head adapts, new weights are pushed.
+    """
     ways = [Way("plain", None, sessions) for sessions in SESSIONS]
     ways += starmap(Way, product(methods, BUDGETS[dtype], SESSIONS))
     ways += (Way(method, during=KILLS) for method in methods)
-    both = [Way(method, during=BOTH) for method in methods]
-    return ways, [*(Way(method, during=SYNCS) for method in methods[-1:]), *both]
+    more = f", links cut{f' and {SYNCS}' if adapts else ''}"
+    return ways, [Way(method, during=f"{KILLS}{more}") for method in methods]
 
 
 def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
@@ -126,9 +132,12 @@ def drawn_by(reference: Reference, question: Question, ids: Ids | str) -> Ids | 
     return tuple(drawn) if margin >= MARGIN else None
 
 
-def ask(address: str, asked: Sequence[Question], way: Way, new_tokens: int, heard: Heard = int) -> list[Ids | str]:
-    """The answer to each question, or why it failed; `heard` is told how many ids came."""
-    options: Any = {"policy": way.method, "budget": way.budget, "max_new_tokens": new_tokens, "ignore_eos": True}
+def ask(
+    address: str, asked: Sequence[Question], way: Way, new_tokens: int, heard: Heard = int, regex: str = ""
+) -> list[Ids | str]:
+    """The answer to each question, or why it failed; `heard` is told how many ids came. regex: what answers match."""
+    options: Any = {"policy": way.method, "budget": way.budget, "max_new_tokens": new_tokens}
+    options |= {"structured_outputs": {"regex": regex}} if regex else {"ignore_eos": True}
 
     def answer(question: Question) -> Ids | str:
         try:
@@ -144,7 +153,7 @@ def ask(address: str, asked: Sequence[Question], way: Way, new_tokens: int, hear
 
 @contextmanager
 def meanwhile(stack: Stack, during: str) -> Iterator[Callable[[], int]]:
-    """Kills or weight syncs or both as long as this is open; gives how often each has happened at least."""
+    """Kills, weight syncs or both as long as this is open; gives how often each has happened at least."""
     done, killed = Event(), list[str]()
     adapting = AdapterClient(stack.services["adapter"].address) if SYNCS in during else nullcontext()
     with adapting as adapter, ThreadPoolExecutor(1) as pool:
@@ -171,18 +180,18 @@ def _kill(stack: Stack, done: Event, killed: list[str]) -> None:
             if done.wait(KILL_EVERY_S):
                 return
             name = names[turn % len(names)]
-            os.kill(stack.services[name].pid, signal.SIGKILL)
+            if turn // len(names) % 2 == 0:  # else it is told to end, and hands its sessions over
+                os.kill(stack.services[name].pid, signal.SIGKILL)
             stack.restart(name)
             killed.append(name)
 
 
 def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: Sequence[str]) -> None:
     """Report a line for every way as it ends, and check that all are equal, long enough, and what was to happen did."""
-    spec, report, new_tokens = bench.stack.spec, bench.report, bench.options.max_new_tokens
-    ways, syncing = ways_of(methods, report.dtype)
-    if not any(head.kind in ADAPTED_KINDS for head in spec.heads):
-        syncing = []
-    with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
+    spec, report, options = bench.stack.spec, bench.report, bench.options
+    adapts = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    ways, rough = ways_of(methods, report.dtype, adapts)
+    with Progress("ids", (1 + len(ways) + len(rough)) * count * options.max_new_tokens) as progress:
 
         def add(line: Line) -> None:
             report.rows.append(line)
@@ -193,29 +202,29 @@ def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: S
         def run(stack: Stack, some: Sequence[Way]) -> None:
             for way in some:
                 progress.say(str(way))
-                add(repeated(stack, way, chosen, expected, new_tokens, progress.add))
+                add(repeated(stack, way, chosen, expected, options, progress.add))
 
         chosen, expected, line = first(bench, asked, count, progress.add)
         add(line)
         run(bench.stack, ways)
-        if syncing:
-            with running(replace(spec, adapt=True, extra={**spec.extra, "adapter": QUICK}), report) as adapting:
-                run(adapting, syncing)
+        extra = {role: {**spec.extra.get(role, {}), **CUTS} for role in ("verifier", "drafter")}
+        with running(replace(spec, adapt=adapts, extra=extra | {"adapter": QUICK}), report) as cut:
+            run(cut, rough)
     differ = [f"{line['way']}: {line['difference']}" for line in report.rows if line["difference"]]
     report.checks.append(Check("ways that differ", len(differ), "0", not differ, "; ".join(differ[:3])))
     least, bound = min(line["ids"] for line in report.rows), bench.options.ids
     report.checks.append(Check("ids of a line", least, f">= {bound}", least >= bound, weak=True))
-    beside = [line for line in report.rows if line["way"].endswith(MEANWHILE)]
+    beside = [line for line in report.rows if KILLS in line["way"]]
     idle = [line["way"] for line in beside if line["happened"] < LEAST_HAPPENED]
     report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, ", ".join(idle), weak=True))
 
 
 def first(bench: Bench, asked: Sequence[Question], count: int, heard: Heard) -> tuple[list[Question], list[Ids], Line]:
     """Ask plain decoding; gives `count` questions (in float32 none that rounding decides), their texts, and a line."""
-    address, new_tokens = bench.stack.address, bench.options.max_new_tokens
-    if bench.report.dtype != "float32":
+    address, new_tokens, regex = bench.stack.address, bench.options.max_new_tokens, bench.options.regex
+    if bench.report.dtype != "float32" or regex:
         asked = asked[:count]
-        answers = ask(address, asked, Way("plain", None, 1), new_tokens, heard)
+        answers = ask(address, asked, Way("plain", None, 1), new_tokens, heard, regex)
         expected = [() if isinstance(ids, str) else ids for ids in answers]
         return list(asked), expected, compare("plain, first", expected, answers)
     answers = ask(address, asked, Way("plain"), new_tokens, heard)
@@ -227,13 +236,14 @@ def first(bench: Bench, asked: Sequence[Question], count: int, heard: Heard) -> 
 
 
 def repeated(
-    stack: Stack, way: Way, asked: Sequence[Question], expected: Sequence[Ids], new_tokens: int, heard: Heard
+    stack: Stack, way: Way, asked: Sequence[Question], expected: Sequence[Ids], options: Options, heard: Heard
 ) -> Line:
     """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
     until = time.monotonic() + _HAPPENS_S
     with meanwhile(stack, way.during) as happened:
         while True:
-            line = compare(str(way), expected, ask(stack.address, asked, way, new_tokens, heard), happened())
+            answers = ask(stack.address, asked, way, options.max_new_tokens, heard, options.regex)
+            line = compare(str(way), expected, answers, happened())
             enough = not way.during or line["happened"] >= LEAST_HAPPENED or time.monotonic() > until
             if line["difference"] or enough:
                 return line

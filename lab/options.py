@@ -64,6 +64,7 @@ class Options:
     t_m: Annotated[float, Option(min=0, help="Milliseconds of a forward of the target.")] = 6.0
     t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
+    regex: Annotated[str, Option(help="Regular expression that all answers match; verifiers are invariant.")] = ""
     what: Annotated[
         Literal["shift", "turns"],
         Option(help="Without --prompts: stories, then code again; or code, stories and maths in turns."),

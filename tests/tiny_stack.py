@@ -1,7 +1,8 @@
 """A stack of tiny models, in which processes and not forwards are what takes time.
 
-`python -m tests.tiny_stack bench identity --ids 1000000` runs a command of `coppice` that takes --target and --head
-on such a stack.
+`python -m tests.tiny_stack KIND bench identity --ids 20000` runs a command of `coppice` that takes --target and --head
+on such a stack. KIND is plain, grammar (its target has a tokenizer, and answers match a pattern) or hybrid (its target
+keeps states).
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from coppice.cli import main
+from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
 ONE_THREAD_EACH = {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
 """variables for the processes of such a stack"""
+PATTERN = '([a-z]{2,5}: [0-9]{1,3}(, |\\.\n)|"x"){150,}'
+"""of texts that are longer than what is asked for, and in parts forced"""
 
 
 def tiny_stack(folder: Path) -> tuple[Path, list[str]]:
@@ -27,11 +32,27 @@ def tiny_stack(folder: Path) -> tuple[Path, list[str]]:
     return target, [f"self=lm:{target}", f"block=specblock:{block}"]
 
 
+def stack_of(kind: str, folder: Path) -> list[str]:
+    """The options of a command for a stack of a kind."""
+    lookup = "lookup=lookup"
+    if kind == "grammar":
+        target = make_target(folder / "target")
+        return [*options(target, [f"self=lm:{target}", lookup]), "--regex", PATTERN]
+    if kind == "hybrid":
+        save_tiny("qwen3_5_text", "", folder / "target")
+        return options(folder / "target", [f"other=lm:{make_target(folder / 'other', VOCAB, tokenizer=False)}", lookup])
+    return options(*tiny_stack(folder))
+
+
+def options(target: Path, heads: Sequence[str]) -> list[str]:
+    """--target and --head."""
+    return ["--target", str(target), *(part for head in heads for part in ("--head", head))]
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="coppice-tiny-") as made:
-        target, heads = tiny_stack(Path(made))
-        words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
-        options = ["--target", str(target), *(part for head in heads for part in ("--head", head))]
+        _, kind, *words = sys.argv
+        commands = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
         os.environ |= ONE_THREAD_EACH
-        sys.argv = ["coppice", *words, *options, *sys.argv[1 + len(words) :]]
+        sys.argv = ["coppice", *commands, *stack_of(kind, Path(made)), *words[len(commands) :]]
         main()

@@ -20,6 +20,7 @@ import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
 
+from coppice import failpoints
 from coppice.errors import RETRY_HINT, InvalidField, Overloaded, Unavailable
 from coppice.limits import CHUNK_BYTES
 from coppice.wire.common import control_item, message_item, read_frame
@@ -291,7 +292,7 @@ class ServedLink:
 
     def _look(self, writer: asyncio.Task[None], draining: asyncio.Event) -> None:
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._look, writer, draining)
-        if self._outbox.look():
+        if self._outbox.look() or failpoints.hit("link.cut"):
             writer.cancel()
         for session, _ in self._running.values():
             session.requests.look(self._idle_s, draining.is_set())

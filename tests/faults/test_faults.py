@@ -1,6 +1,6 @@
 """Processes of a stack with two of everything are broken under eight sessions: no request fails, no token is wrong.
 
-A process of each role is struck each way; `make proof` does every scenario of `python -m tests.faults` twenty
+A process of each role is struck each way; `make nightly` does every scenario of `python -m tests.faults` twenty
 times.
 """
 

@@ -36,7 +36,7 @@ from tests.faults import talks
 from tests.faults.campaign.rig import Held, held
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
-from tests.proof import ROOT
+from tests.nightly.__main__ import ROOT
 from tests.pushes import Push, altered
 from tests.stacks import serving
 from tests.tiny import make_target

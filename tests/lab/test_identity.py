@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lab import identity
 from lab.cli import app as bench
-from lab.identity import KILLS, Way
+from lab.identity import KILLS, SYNCS, Way
 from tests.tiny_stack import ONE_THREAD_EACH, tiny_stack
 
 
@@ -38,8 +38,8 @@ def rows_of(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, ids: int,
 def test_some_ways_to_decode_have_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "KILL_EVERY_S", 0.1)
     monkeypatch.setattr(identity, "LEAST_HAPPENED", 1)
-    ways = [Way("plain"), Way("single:block", 8), Way("single:block", during=KILLS)]
-    monkeypatch.setattr(identity, "ways_of", lambda methods, dtype: (ways, []))
+    ways, rough = [Way("plain"), Way("single:block", 8)], [Way("single:block", during=f"{KILLS} and {SYNCS}")]
+    monkeypatch.setattr(identity, "ways_of", lambda methods, dtype, adapts: (ways, rough))
     rows = rows_of(tmp_path, monkeypatch, "bfloat16", ids=60, new_tokens=20)
-    assert len(rows) == 1 + len(ways)
+    assert len(rows) == 1 + len(ways) + len(rough)
     assert rows[-1]["happened"] >= 1

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coppice.cli import app
-from tests.proof import CAMPAIGNS, ROOT, main
+from tests.nightly.__main__ import CAMPAIGNS, ROOT, main
 
 
 def test_the_files_and_commands_of_the_campaigns_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,8 +134,8 @@ class Load:
     ) -> None:
         """`most`: requests in all."""
         self.streams: list[Stream] = []
-        self.refused = 0
-        """requests that were refused because there are too many, and are asked again when the server said so"""
+        self.refusals: list[float] = []
+        """how long each refusal of a request too many took, seconds; it is asked again when the server said so"""
         self._address, self._answers, self._sessions, self._policy = address, list(answers.items()), sessions, policy
         self._most, self._stopping = most, False
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,7 +173,7 @@ class Load:
                 await ask(client, question, stream, self._policy)
                 number += self._sessions + 1  # the next one draws the other way
                 if stream.retry_after_s:
-                    self.refused += 1
+                    self.refusals.append((stream.ended or math.inf) - stream.began)
                     self.streams.remove(stream)
                     await asyncio.sleep(stream.retry_after_s)
                 elif stream.failure:

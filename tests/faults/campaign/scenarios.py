@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 import torch
 import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis import Redis
 
 from coppice.adaptation.weights import Weights
@@ -23,7 +26,7 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.heads.checkpoints import load_head, public_weights
 from coppice.stack.launch import ADAPTER, REDIS
-from coppice.stack.process import ProcessFailed
+from coppice.stack.process import ProcessFailed, Ready
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.wire.generation import Started
@@ -42,6 +45,8 @@ SLOWER = 10.0  # times
 CLIENTS, REQUESTS = 100, 1000
 OVERLOADS = {"twice": 2, "five": 5, "ten": 10}  # times the load that there are seats for
 LEAST_SHARE = 0.9  # of a throughput that must be left beside another one in the same minutes
+SOON_S = 0.25  # in which a refusal and a health check are answered; clients and all processes share two cores
+HEALTH_EVERY_S = 0.1
 WINDOW_S = 5.0  # for which a throughput is measured
 LONG_S = 60.0  # in which what was asked for comes
 BACK_S = 30.0  # in which signals and weights have to flow again
@@ -84,19 +89,21 @@ async def ended(rig: Rig, streams: Sequence[Stream]) -> None:
     await rig.until(lambda: all(stream.ended for stream in streams), LONG_S)
 
 
-async def compare_throughput(row: FaultRow, share: str, base: Callable[[], Load], other: Callable[[], Load]) -> int:
-    """Check the share that another load's median of tokens a second has of a base's, in turns; requests refused."""
+async def compare_throughput(
+    row: FaultRow, share: str, base: Callable[[], Load], other: Callable[[], Load]
+) -> list[float]:
+    """Check the share of a base's median of tokens a second that another load has, in turns; how long refusals took."""
     rates: dict[Callable[[], Load], list[float]] = {base: [], other: []}
-    refused = 0
-    for make in (base, other, other, base, base, other):
+    refusals: list[float] = []
+    for make in 2 * (base, other, other, base):
         async with make() as load:
             await asyncio.sleep(WINDOW_S)
             rates[make].append(load.tokens / WINDOW_S)
         row.count(load.streams)
-        refused += load.refused
+        refusals += load.refusals
     value = round(percentile(rates[other], 0.5) / max(1e-9, percentile(rates[base], 0.5)), 3)
     row.checks.append(Check(f"{row.fault}: {share}", value, f">= {LEAST_SHARE}", value >= LEAST_SHARE))
-    return refused
+    return refusals
 
 
 # --- drafters, verifiers, orchestrators ---
@@ -239,9 +246,28 @@ async def hundred(rig: Rig, row: FaultRow, number: int) -> None:
     async with Load(rig.stack.address, rig.answers, CLIENTS, most=REQUESTS) as load:
         await load.done()
     row.count(load.streams)
-    if load.refused:
-        row.failures.append(f"{load.refused} were refused")
-        row.failed += load.refused
+    if load.refusals:
+        row.failures.append(f"{len(load.refusals)} were refused")
+        row.failed += len(load.refusals)
+
+
+@contextlib.asynccontextmanager
+async def healthy(ready: Ready) -> AsyncIterator[list[float]]:
+    """How long each check of a process's health took, seconds, as long as this is open; infinity if it was not well."""
+    waits: list[float] = []
+
+    async def check() -> None:
+        async with grpc.aio.insecure_channel(ready.health) as channel:
+            while True:
+                began = time.monotonic()
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+                well = answer.status == health_pb2.HealthCheckResponse.SERVING
+                waits.append(time.monotonic() - began if well else math.inf)
+                await asyncio.sleep(HEALTH_EVERY_S)
+
+    checking = asyncio.create_task(check())
+    yield waits
+    checking.cancel()
 
 
 def overload(times: int) -> Run:
@@ -253,11 +279,15 @@ def overload(times: int) -> Run:
         address = rig.stack.services[name].address
         try:
             loads = (lambda: Load(address, rig.answers, seats), lambda: Load(address, rig.answers, times * seats))
-            refused = await compare_throughput(row, "goodput over the peak", *loads)
+            async with healthy(rig.stack.services[name]) as checks:
+                refusals = await compare_throughput(row, "goodput over the peak", *loads)
         finally:
             await rig.restart(name)
-        if refused < seats:
-            row.weak.append(f"{refused} requests were refused")
+        for what, waits in (("refusals", refusals), ("health checks", checks)):
+            p99 = round(percentile(waits, 0.99), 3)
+            row.checks.append(Check(f"{row.fault}: {what}' p99, s", p99, f"<= {SOON_S}", p99 <= SOON_S))
+        if len(refusals) < seats:
+            row.weak.append(f"{len(refusals)} requests were refused")
 
     return run
 

@@ -1,8 +1,8 @@
-"""`make proof`: the campaigns at full counts, one after the other. What this commit has passed is not run again.
+"""`make nightly`: every campaign at full counts, one after the other. What this code has passed is not run again.
 
-It takes hours. `python -m tests.proof NAME...` runs the campaigns whose names begin so. Of the others the latest result
-stays, with the commit that it was measured at. The state is docs/proof.json, the table docs/proof.md, and each
-campaign's output is in .proof.
+`python -m tests.nightly NAME...` runs the campaigns whose names begin so. Of the others the latest result stays, with
+the commit that it was measured at. The state is docs/proof.json, the table docs/proof.md; each line of a campaign's
+output is printed as it comes, and kept in .proof.
 """
 
 from __future__ import annotations
@@ -21,71 +21,87 @@ from typing import Any
 from coppice.machine import this_machine
 from tests.faults.campaign.scenarios import SCENARIOS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STATE, RESULT, LOGS = Path("docs/proof.json"), Path("docs/proof.md"), Path(".proof")
-COLUMNS = ("campaign", "commit", "date", "ok", "minutes", "said")
+PAGES = ("docs/proof.*", "docs/gpu/*", "*.md", "*.svg", "*.png")
+"""what may change without a campaign being run again"""
+COLUMNS = ("campaign", "commit", "date", "ok", "minutes", "result", "since")
 FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s", "recovery_p99_s", "ok")
 MUTANTS = ("mutant", "check", "tokens", "found", "ok")
-UNIT = ("tree", "sampling", "acceptance", "routing")
-PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates")
+PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates", "-vv", "-rs")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
-TINY = (sys.executable, "-m", "tests.tiny_stack")
-FAULTS_OF = (sys.executable, "-m", "tests.faults", "--repeat", "20", "--kinds")
+IDENTITY = (sys.executable, "-m", "tests.tiny_stack")
+FAULTS_OF = (sys.executable, "-m", "tests.faults")
+
+
+def pytest(*files: str, repeat: int = 1) -> tuple[str, ...]:
+    """The command that runs these files of tests/ so often."""
+    return (*PYTEST, *repeat * tuple(f"tests/{file}.py" for file in files))
+
 
 # Each command proves something when it ends with 0. The environment has COPPICE_PROOF=1, which asks for full counts.
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
-    **{name: (*PYTEST, f"tests/unit/test_{name}.py") for name in UNIT},
-    "bench exact": (*BENCH, "exact", "--dtype", "float32", "--n", "8"),
-    "bench identity": (*TINY, "bench", "identity", "--ids", "1000000"),
-    "bench identity in bfloat16": (*TINY, "bench", "identity", "--dtype", "bfloat16", "--ids", "1000000"),
-    "bench identity of the demo": (*BENCH, "identity"),
-    "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
+    "trees and draws": pytest(*(f"unit/test_{name}" for name in ("tree", "sampling", "acceptance", "routing"))),
     "law of every rule": (sys.executable, "-m", "tests.law"),
-    "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/nightly/test_sampled_sessions.py"),
-    "weight syncs": (*PYTEST, *3 * ("tests/services/test_weight_sync.py",)),
-    "adapter": (*PYTEST, *3 * ("tests/services/test_adapter.py", "tests/services/test_signal_stream.py")),
-    "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),
-    "ray": (*PYTEST, *3 * ("tests/ray/test_ray_app.py",)),
+    "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
+    "hostile heads and clients": pytest(*(f"faults/test_{name}" for name in ("head_faults", "hostile", "streams"))),
+    "bench exact": (*BENCH, "exact", "--dtype", "float32", "--n", "8"),
     **{
-        f"faults {group}": (*FAULTS_OF, group, "--json", str(LOGS / f"faults {group}.json"))
+        f"identity, {kind}, {dtype}": (*IDENTITY, kind, "bench", "identity", "--dtype", dtype, "--ids", ids)
+        for dtype in ("float32", "bfloat16")
+        for kind, ids in (("plain", "20000"), ("grammar", "10000"), ("hybrid", "5000"))
+    },
+    **{
+        f"faults {group}": (
+            *(*FAULTS_OF, "--kinds", group, "--tls", "--repeat", "20"),
+            *("--json", str(LOGS / f"faults {group}.json")),
+        )
         for group in dict.fromkeys(scenario.group for scenario in SCENARIOS)
     },
-    "faults under mutual TLS": (
-        *(sys.executable, "-m", "tests.faults", "--tls", "--repeat", "3"),
-        *("--json", str(LOGS / "faults under mutual TLS.json")),
-    ),
-    "fuzzing": (*PYTEST, "tests/nightly/test_fuzz_at_length.py", "tests/faults/test_streams.py"),
+    "faults in clear": (*FAULTS_OF, "--repeat", "2", "--json", str(LOGS / "faults in clear.json")),
+    "weight syncs": pytest("services/test_weight_sync", repeat=3),
+    "adapter": pytest("services/test_adapter", "services/test_signal_stream", "pipeline/test_adaptation", repeat=3),
+    "schemas": pytest("nightly/test_schemas"),
+    "hybrids": pytest("nightly/test_hybrid_at_length"),
+    "ranks": pytest("services/test_ranks", "nightly/test_ranks_at_length"),
+    "ray": pytest("ray/test_ray_app"),
+    "real": pytest("real/test_real", "nightly/test_peers_at_length"),
+    "fuzzing": pytest("nightly/test_fuzz_at_length"),
+    "HTTP's description": pytest("nightly/test_openapi_at_length"),
+    "a day's traffic": pytest("nightly/test_day_at_length"),
 }
 
 
 def commit_now(root: Path) -> str:
-    """Return the commit that is tested, with "-dirty" behind it when a tracked file other than the results differs."""
-    git = ("git", "-C", str(root))
-    commit = subprocess.check_output((*git, "rev-parse", "--short=12", "HEAD"), text=True).strip()
-    same = subprocess.run((*git, "diff", "--quiet", "HEAD", "--", ".", f":!{STATE}", f":!{RESULT}")).returncode == 0
+    """Return the last commit that changed more than PAGES, with "-dirty" behind it when the tree differs in more."""
+    git, others = ("git", "-C", str(root)), ("--", ".", *(f":!{page}" for page in PAGES))
+    commit = subprocess.check_output((*git, "log", "-1", "--format=%h", "--abbrev=12", *others), text=True).strip()
+    same = subprocess.run((*git, "diff", "--quiet", "HEAD", *others)).returncode == 0
     return commit if same else f"{commit}-dirty"
 
 
 def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
-    """Run one campaign; `said` is its claim's own figure."""
+    """Run one campaign, and print its output; `result` is its claim's own figure."""
     log, faults = root / LOGS / f"{name}.log", root / LOGS / f"{name}.json"
     log.parent.mkdir(exist_ok=True)
     faults.unlink(missing_ok=True)
-    began = time.monotonic()
-    with log.open("wb") as output:
-        environment = os.environ | {"COPPICE_PROOF": "1"}
-        code = subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output).returncode
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    began, environment = time.monotonic(), os.environ | {"COPPICE_PROOF": "1"}
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with log.open("w") as file, subprocess.Popen(command, cwd=root, env=environment, **streams) as process:
+        for line in process.stdout or ():
+            print(f"{name}, {(time.monotonic() - began) / 60:.1f} min: {line}", end="", flush=True)
+            file.write(line)
+    lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     key, columns = ("mutants", MUTANTS) if name == "planted bugs" else ("faults", FAULTS)
     report = json.loads(faults.read_text())["rows"] if faults.exists() else []
     rows = [{column: row.get(column) for column in columns} for row in report]
-    ok = code == 0 and not any(line.startswith("weak ") for line in lines)  # too little proves nothing
+    ok = process.returncode == 0 and not any(line.startswith("weak ") for line in lines)  # too little proves nothing
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": this_machine().describe(),
         "ok": ok,
         "minutes": (time.monotonic() - began) / 60,
-        "said": _claim(lines, rows, failed=not ok)[:120],
+        "result": _claim(lines, rows, failed=not ok)[:120],
         key: rows,
     }
 
@@ -111,14 +127,17 @@ def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[st
     """
     state = root / STATE
     results: dict[str, Any] = json.loads(state.read_text()) if state.exists() else {}
+    results = {name: results[name] for name in campaigns if name in results}
     for name, command in campaigns.items():
         last, commit = results.get(name, {"ok": False}), commit_now(root)
         passed = last["ok"] and last["commit"] == commit and not commit.endswith("-dirty")
         if passed or not name.startswith(tuple(names)):
             continue
-        print(f"{name}: ", end="", flush=True)
-        results[name] = {"campaign": name, "commit": commit} | run(name, command, root)
-        print(results[name]["said"], flush=True)
+        result = {"campaign": name, "commit": commit} | run(name, command, root)
+        if not result["ok"]:
+            result["since"] = last.get("since", result["date"])
+        results[name] = result
+        print(f"{name}: {'ok' if result['ok'] else 'FAILED'} {result['result']}", flush=True)
         state.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         (root / RESULT).write_text(report(campaigns, results), encoding="utf-8")
     return all(results[name]["ok"] for name in campaigns if name in results)
@@ -126,14 +145,14 @@ def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[st
 
 def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
     """Return the table of campaigns as Markdown, then what failed in those of many rows."""
-    rows = [results.get(name, {"campaign": name, "said": "not run"}) for name in campaigns]
+    rows = [results.get(name, {"campaign": name, "result": "not run"}) for name in campaigns]
     failed = [row | fault for row in rows for fault in row.get("faults", ()) if not fault["ok"]]
     counts = Counter("not run" if "ok" not in row else "ok" if row["ok"] else "failed" for row in rows)
     return (
-        "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at: "
+        "# Proof\n\nThe latest result of every campaign of `make nightly`, with the commit that it was measured at: "
         f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
         "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of "
-        "each planted bug (tests/mutants.py). `make nightly` runs the fuzzing alone.\n\n"
+        "each planted bug (tests/mutants.py).\n\n"
         + _table(COLUMNS, rows)
         + "\n## Faults that failed\n\n"
         + _table(("campaign", "date", *FAULTS), failed)
