@@ -60,6 +60,9 @@ spec:
       labels:
         {{- include "coppice.labels" $root | nindent 8 }}
         {{- $labels | nindent 8 }}
+        {{- if and .weights $root.Values.models.cache.enabled }}
+        coppice/weights: cache
+        {{- end }}
         {{- with $values.podLabels }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- with $values.podAnnotations }}
       annotations: {{ toYaml . | nindent 8 }}

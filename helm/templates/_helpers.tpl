@@ -165,13 +165,7 @@ tolerations:
 serviceAccountName: {{ .Values.serviceAccount.name | default (include "coppice.name" .) }}
 automountServiceAccountToken: false
 enableServiceLinks: false # COPPICE_... variables that are no settings are errors
-securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+securityContext: {{ toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -191,10 +185,7 @@ resources: {requests: {cpu: 100m, memory: 256Mi}, limits: {memory: 2Gi}}
 {{- end }}
 
 {{- define "coppice.container" -}}
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
+securityContext: {{ toYaml .Values.securityContext | nindent 2 }}
 {{- end }}
 
 {{/* A NetworkPolicy peer: the pods of a role, (list ROOT ROLE). */}}

@@ -14,8 +14,9 @@ topologySpreadConstraints: # replicas on different nodes where that is possible
       matchLabels:
         {{- include "coppice.selector" $root | nindent 8 }}
         {{- include "coppice.componentLabels" $component | nindent 8 }}
-{{- include "coppice.podValues" $values }}
 {{- $cached := and $component.weights $models.cache.enabled }}
+{{- if $cached }}{{ $_ := set $values "affinity" (include "coppice.affinity" (list $root $values.affinity $component.role) | fromYaml) }}{{ end }}
+{{- include "coppice.podValues" $values }}
 {{- if or $fetched $cached (eq $component.role "orchestrator") }}
 initContainers:
   {{- include "coppice.fetch" (list $root $fetched $image $values) | nindent 2 }}
@@ -140,7 +141,7 @@ volumes:
   imagePullPolicy: {{ (index . 0).Values.image.pullPolicy }}
   command: [sh, -c, 'until test -e "$0"; do sleep 2; done', {{ include "coppice.fetchedMark" (index . 0) }}]
   {{- include "coppice.small" . | nindent 2 }}
-  {{- include "coppice.container" . | nindent 2 }}
+  {{- include "coppice.container" (index . 0) | nindent 2 }}
   volumeMounts: [{name: models, mountPath: /models, readOnly: true}]
 {{- end }}
 
@@ -150,6 +151,22 @@ volumes:
 {{- end }}
 {{- define "coppice.modelsClaim" -}}
 {{ .Values.models.claim | default (printf "%s-models" (include "coppice.name" .)) }}
+{{- end }}
+
+{{/* The affinity of a pod with weights of the cache. A volume of one node holds them together: all run beside a verifier,
+     which needs the GPU, and a verifier where the volume is mounted: (list ROOT AFFINITY ROLE). */}}
+{{- define "coppice.affinity" -}}
+{{- $root := index . 0 }}{{ $beside := dict }}
+{{- if include "coppice.oneNode" $root }}
+{{- $label := eq (index . 2) "verifier" | ternary (dict "coppice/weights" "cache") (dict "app.kubernetes.io/component" "verifier") }}
+{{- $labels := merge $label (include "coppice.selector" $root | fromYaml) }}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) }}
+{{- $beside = dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) }}
+{{- end }}
+{{- include "coppice.layers" (list $beside (index . 1)) }}
+{{- end }}
+{{- define "coppice.oneNode" -}}
+{{ and (not .Values.models.claim) (eq .Values.models.cache.accessMode "ReadWriteOnce") | ternary "true" "" }}
 {{- end }}
 
 {{/* Containers that fetch them into the volume `models`: (list ROOT FETCHED IMAGE VALUES), the last for env. */}}

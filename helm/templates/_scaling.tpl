@@ -6,16 +6,19 @@
 {{- fail (printf "%s.autoscaling: this cluster has no KEDA (keda.sh/v1alpha1); install it, or leave autoscaling out and set replicas" .component.component) }}
 {{- end }}
 {{- $scaling := .values.autoscaling }}
-{{- $seats := float64 (get .variables "COPPICE_LIMITS__SESSIONS" | default 128) }}
-{{- if ge (mulf 1.1 $scaling.sessions) $seats }}
-{{- fail (printf "%s.autoscaling.sessions: %v is not below 0.9 of limits.sessions (%v), so replicas that are full would ask for no more" .component.component $scaling.sessions $seats) }}
+{{- if and $scaling.kvTokens (ne .component.role "verifier") }}{{ fail (printf "%s.autoscaling.kvTokens: verifiers alone report their KV" .component.component) }}{{ end }}
+{{- range $signal, $setting := dict "sessions" (list "limits.sessions" 128) "kvTokens" (list "verifier.kv_tokens" 65536) }}
+{{- $most := float64 (get $.variables (printf "COPPICE_%s" (first $setting | replace "." "__" | upper)) | default (last $setting)) }}
+{{- $threshold := get $scaling $signal | default 0 }}
+{{- if and $most (ge (mulf 1.1 $threshold) $most) }}
+{{- fail (printf "%s.autoscaling.%s: %v is not below 0.9 of %s (%v), so replicas that are full would ask for no more" $.component.component $signal $threshold (first $setting) $most) }}
+{{- end }}
 {{- end }}
 {{- $orchestrator := include "coppice.series" (list .root "orchestrator") }}
 {{- $requests := printf "sum(vllm:num_requests_running{%s}) + sum(vllm:num_requests_waiting{%s})" $orchestrator $orchestrator }}
 {{- $signals := list (dict "query" $requests "threshold" (toString $scaling.sessions) "ignoreNullValues" "false") }}
 {{- with $scaling.kvTokens }}
-{{- if eq $.component.role "orchestrator" }}{{ fail "orchestrator.autoscaling.kvTokens: orchestrators hold no KV" }}{{ end }}
-{{- $kv := printf "sum(coppice_%s_kv_tokens_used{%s})" $.component.role (include "coppice.series" (list $.root $.component.component)) }}
+{{- $kv := printf "sum(coppice_verifier_kv_tokens_used{%s})" (include "coppice.series" (list $.root "verifier")) }}
 {{- $signals = append $signals (dict "query" $kv "threshold" (int64 . | toString)) }}
 {{- end }}
 apiVersion: keda.sh/v1alpha1
@@ -70,7 +73,7 @@ spec:
 {{- define "coppice.deadline" -}}
 {{- $verifier := include "coppice.layers" (list .root.Values.defaults .root.Values.verifier) | fromYaml }}
 {{- $loading := eq .component.role "orchestrator" | ternary (max .values.startupSeconds $verifier.startupSeconds) .values.startupSeconds }}
-{{- $fetching := 0 }}
+{{- $fetching := .root.Values.models.cache.enabled | ternary 1800 0 }}
 {{- range concat (list .root.Values.target) .root.Values.verifier.drafters .component.weights }}
 {{- if .hub }}{{ $fetching = 1800 }}{{ end }}
 {{- end }}
