@@ -7,16 +7,25 @@ SHELL  := /bin/bash
 IMAGE   = $(if $(REGISTRY),$(REGISTRY)/)coppice:$(VERSION)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
-.PHONY: help setup demo test nightly real ray chart bench lint protos image clean
+.PHONY: help setup demo test nightly real ray chart bench gpu lint protos image clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+ifeq ($(wildcard wheels),)
 $(BIN)/.installed: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable lab
 	@touch $@
+else # of scripts/gpu_bundle: they are added to what $(PYTHON) has
+$(BIN)/.installed: wheels/requirements.txt
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
+	  $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-index --find-links wheels --requirement $<
+	@touch $@
+endif
 
 setup: $(BIN)/.installed ## make .venv with everything the services, training and tests need
 
@@ -39,6 +48,9 @@ ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 bench: setup ## exactness and step costs on the shipped models
 	$(BIN)/coppice bench exact --n 2
 	$(BIN)/coppice bench run --n 4 --max-new-tokens 64 --temperatures 0
+
+gpu: setup ## the GPU tests and a Qwen3-8B of random weights here, in 8 minutes; writes docs/gpu/DATE.json
+	timeout --kill-after 10 460 $(BIN)/python -c 'from lab.cli import app; app()' gpu --json docs/gpu/$(shell date +%F).json
 
 lint: setup ## ruff, mypy, the wire contract
 	$(BIN)/ruff check .

@@ -171,17 +171,19 @@ SHAPED = ("shape", "kinds", "sessions", "device", "dtype")
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, and the tau from which a head pays.
 
-    Forwards beside the speed of the device's memory, drafts, steps of the services, and transformers' own decoding.
+    Forwards beside the speed of the device's memory, drafts, and steps of the services.
     """
     from lab.synthetic import run_synthetic
 
     run_synthetic(options)
 
 
-@command(app, *SHAPED, shape="qwen3-8b", device="cuda", budget=60)
+@command(app, *SHAPED, shape="qwen3-8b", device="cuda", budget=60, sessions="1,8,32")
 def gpu(options: Options) -> None:
-    """`synthetic` for a target of Qwen3-8B's shape on a CUDA device."""
-    synthetic(options)
+    """The tests of a CUDA device, then `synthetic` on it for a target of Qwen3-8B's shape."""
+    from lab.synthetic import run_synthetic
+
+    run_synthetic(options, on_gpu=True)
 
 
 NEW_TOKENS = 64

@@ -190,7 +190,7 @@ def commit() -> str:
     """The checkout's commit, with "-dirty" behind it when files differ; empty outside one."""
     root, git = Path(__file__).resolve().parents[1], shutil.which("git")
     if git is None or not (root / ".git").exists():
-        return ""
+        return "$Format:%H$".partition("$")[0]  # `git archive` puts the commit there
     command = [git, "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,16 +1,20 @@
-"""What a target and heads of some shape cost, with random weights: `bench synthetic`.
+"""What a target and heads of some shape cost, with random weights: `bench synthetic`, and on a GPU `bench gpu`.
 
 Times are measured in bare loops and through the services; efficiency is the former over the latter. Random heads guess
 nothing: what is known is how many tokens a step has to commit so that a head pays. Forwards are compared with the time
-in which memory moves what they read, and with transformers' own decoding.
+in which memory moves what they read, and where graphs are replayed with eager ones.
 """
 
 import gc
 import json
 import math
 import random
+import re
+import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.client.client import Client
 from coppice.config.model import ModelSize
@@ -35,13 +38,14 @@ from coppice.stack.spec import HeadSpec, StackSpec, check_device
 from coppice.training.heads import build_student, head_config, replacing
 from coppice.training.progress import Progress
 from coppice.wire.drafter import Advance, OpenDraft
-from lab.measuring import GREEDY, Report, Row, asking, costs, in_turn, make_row, reference_of, reporting, running
+from lab.measuring import GREEDY, Check, Report, Row, asking, costs, in_turn, make_row, reporting, running
 from lab.options import Options
 
 DRAFT_VOCAB = 32_000  # SpecBlock, A.1, as EAGLE-3
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
 
+TESTS, WORKERS = Path(__file__).parents[1] / "tests", "8"
 ROWS = (1, 16, 32, 60, 90)  # of a forward, a session
 CONTEXT = 300  # tokens before the timed rows
 NEW_TOKENS = 48  # of an answer of the services; bare drafts are timed along as many
@@ -50,7 +54,6 @@ NOTE = "synthetic: random weights"
 REPEATS = 15
 STRIDE = 3  # tokens committed between two timed drafts, about what a draft is good for
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds
-GENERATED = 128  # tokens of transformers' prompt, and of its answer
 CELLS = {
     "cuda": ((1, 1, 1024), (1, 61, 1024), (8, 31, 1024), (32, 1, 1024), (8, 1, 32_768)),
     "cpu": ((1, 1, 512), (1, 31, 512), (8, 1, 512)),
@@ -58,31 +61,27 @@ CELLS = {
 """(sessions, rows, context) of the forwards that are set beside what memory moves, as far as their KV has room"""
 
 
-def read_shape(text: str) -> PretrainedConfig:
+def read_shape(text: str) -> Any:
     """The configuration of a preset, or of a folder's config.json. Raises InvalidField."""
     auto: Any = AutoConfig
     if text in SHAPES:
-        preset: PretrainedConfig = auto.for_model(**SHAPES[text])
-        return preset
+        return auto.for_model(**SHAPES[text])
     if not (Path(text) / "config.json").is_file():
         raise InvalidField("shape", f"{text!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
-    own: PretrainedConfig = auto.from_pretrained(text, local_files_only=True, trust_remote_code=False)
-    return own
+    return auto.from_pretrained(text, local_files_only=True, trust_remote_code=False)
 
 
-def make_weights(folder: Path, config: PretrainedConfig, kinds: Sequence[str], dtype: str, device: str) -> StackSpec:
+def make_weights(folder: Path, config: Any, kinds: Sequence[str], dtype: str, device: str) -> StackSpec:
     """Write a random target and a random head of each kind, shaped as training would shape it; return their stack.
 
     The target is made on `device`, which for a large one should be an accelerator. KV is enough for one session, for
     a large model's would be large. Raises InvalidField for a kind that has no such shape.
     """
-    quiet: Any = transformers.utils.logging
-    quiet.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     target = folder / "target"
     torch.manual_seed(0)
     with torch.device(device), replacing(target) as partial:
-        auto.from_config(config, dtype=DTYPES[dtype]).save_pretrained(partial)
+        auto.from_config(config, dtype=DTYPES[dtype]).to("cpu").save_pretrained(partial)
     parts = TargetParts(target)
     for kind in kinds:
         shape = head_config(kind, parts, draft_vocab_size=min(DRAFT_VOCAB, parts.vocab_size))
@@ -142,36 +141,49 @@ def draft_ms(
     return float(forward_ns) / 1e6, float(total_ns) / 1e6
 
 
-def run_synthetic(options: Options) -> None:
-    """Make a target and heads as the options say, measure them, and report. Raises InvalidField."""
+def run_synthetic(options: Options, on_gpu: bool = False) -> None:
+    """Measure a target and heads as the options say; first, if `on_gpu`, run CUDA tests. Raises InvalidField."""
     check_device("device", options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = options.numbers("sessions", int, 1, 128), options.dtype or default_dtype(options.device)
+    tests, name = run_tests() if on_gpu else {}, "gpu" if on_gpu else "synthetic"
     with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
         spec = make_weights(Path(folder), config, kinds, dtype, options.device)
-        with reporting("bench synthetic", spec, options) as report:
+        with reporting(f"bench {name}", spec, options) as report:
+            if on_gpu:
+                failed = sum(end != "passed" for end in tests.values())
+                report.figures["outcomes"] = tests
+                report.add_figures("tests", "tests of a CUDA device", [Counter(tests.values())])
+                report.checks.append(Check("tests that failed", failed, "0", not failed))
             measure(Plan(options, spec, report, sessions, config.get_text_config().vocab_size))
+
+
+def run_tests() -> dict[str, str]:
+    """How each test of a CUDA device ended, by its name."""
+    files = [file for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfEp", "--numprocesses", WORKERS, *files]
+    run = subprocess.run(command, cwd=TESTS.parent, stdout=subprocess.PIPE, text=True, check=False)
+    print(run.stdout)
+    ends = re.findall(r"^(PASSED|FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    return {test: end.lower() for end, test in ends} or {"all": "error"}
 
 
 def measure(plan: Plan) -> None:
     """Add to the report what a shape costs: bare forwards, beside the roofline, and drafts; the steps that they make;
-    steps of the services at one session, if that is measured; and transformers' own decoding.
+    and steps of the services at one session, if that is measured.
     """
     report, budget, heads = plan.report, plan.options.budget, [head.name for head in plan.spec.heads]
     rows = sorted({1, budget + 1, *ROWS})
     report.figures |= {"synthetic": NOTE, "shape": plan.options.shape, "budget": budget}
     report.figures |= {"context": CONTEXT, "torch": torch.__version__}
-    with Progress("parts", 3 + ((1 + len(heads)) * (1 + ANSWERS) if 1 in plan.sessions else 0)) as progress:
+    with Progress("parts", 1 + ((1 + len(heads)) * (1 + ANSWERS) if 1 in plan.sessions else 0)) as progress:
         measure_bare(plan, rows, progress)
-        lines = [
-            {"sessions": str(count)} | {str(number): plan.forwards[count, number] for number in rows}
-            for count in plan.sessions
-        ]
+        times = plan.forwards
+        lines = [{"sessions": str(count)} | {str(each): times[count, each] for each in rows} for count in plan.sessions]
         on = f"{NOTE}\n{report.dtype}, {report.device}"
         report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", lines)
         gc.collect()  # the services load the target again: the device has room for one
-        if report.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         report.rows = [step_line(plan, sessions, head) for sessions in plan.sessions for head in ("", *heads)]
         title = f"bare forwards and drafts of a step, budget {budget}; tau from which a head pays"
         report.add_figures("steps", title, report.rows, {"draft_share": ".0%"})
@@ -179,14 +191,6 @@ def measure(plan: Plan) -> None:
             progress.say("the services")
             steps = measure_services(plan, progress)
             report.add_figures("pipeline", "milliseconds a step of the services, one session", steps)
-        progress.add()
-        progress.say("transformers, with a cache of fixed size: on CUDA it compiles the forward for one")
-        prompt, reference = plan.ids(GENERATED, 2), reference_of(plan.spec)
-        for _ in range(3):  # the first two compile
-            answer = reference.generate(prompt, GENERATED, GREEDY, cache_implementation="static")
-        progress.add()
-    speed = (answer.new_tokens - 1) / answer.decode_s
-    report.add_figures("generate", "transformers' generate with a static cache", [{"tokens/s": speed}])
 
 
 def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
@@ -198,13 +202,11 @@ def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
     sizes = {cell: cell[0] * (cell[1] + cell[2] + MAX_TREE_NODES) for cell in CELLS.get(device[:4], CELLS["cpu"])}
     cells = {cell: tokens for cell, tokens in sizes.items() if tokens <= most}
     room = max(plan.sessions) * (CONTEXT + NEW_TOKENS + max(rows) + 2 * MAX_TREE_NODES)
-    engine = load_engine(
-        plan.spec.target, device=device, dtype=plan.report.dtype, kv_tokens=max([room, *cells.values()])
-    )
+    tokens = max([room, *cells.values()])
+    engine = load_engine(plan.spec.target, device=device, dtype=plan.report.dtype, kv_tokens=tokens)
     shared = settings.drafter.model_copy(update={"target": str(plan.spec.target), "kv_tokens": room})
     own = {head.name: {"name": head.name, "kind": head.kind, "path": str(head.path)} for head in plan.spec.heads}
     heads = {name: served_head(shared.model_copy(update=its)) for name, its in own.items()}
-    progress.say("forwards")
     add_roofline(engine, list(cells), plan.report)
     for sessions in plan.sessions:
         for count in rows:
@@ -221,7 +223,7 @@ def measure_bare(plan: Plan, rows: Sequence[int], progress: Progress) -> None:
 def bare_ms(engine: Engine, rows: int, context: int, sessions: int) -> float:
     """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
     engine.timing(rows, sessions=sessions, context=context, repeats=3)  # warm-up
-    return engine.timing(rows, sessions=sessions, context=context) / 1e6
+    return engine.timing(rows, sessions=sessions, context=context, repeats=REPEATS) / 1e6
 
 
 def step_line(plan: Plan, sessions: int, head: str = "") -> Row:
@@ -267,7 +269,12 @@ def add_roofline(engine: Engine, cells: Sequence[tuple[int, int, int]], report: 
         read += engine.bytes_read
         line = {"sessions": sessions, "rows": rows, "context": context, "ms": took, "GB read": read / 1e9}
         roofline_ms = read / speed * 1e3
-        lines.append(line | {"roofline ms": roofline_ms, "over roofline": took / roofline_ms})
+        line |= {"roofline ms": roofline_ms, "over roofline": took / roofline_ms}
+        if engine.steps is not None:
+            graphs, engine.steps.graphs = engine.steps.graphs, []
+            line["eager ms"] = bare_ms(engine, rows, context, sessions)
+            engine.steps.graphs = graphs
+        lines.append(line)
     report.add_figures("roofline", f"forwards; memory moves {speed / 1e9:.0f} GB/s in a copy", lines)
 
 

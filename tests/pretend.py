@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from coppice.engine.steps import StepInputs, Steps
 from tests.kernels import keyed_argmax, rotate, tree_attention
 
 DEVICE = torch.device("cuda", 0)
@@ -93,7 +95,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         _copied(args[0], to_host)
         _inner(args[0]).copy_(_inner(args[1]))
         return args[0]
-    if name == "_to_copy" and "device" in kwargs:
+    if name == "_to_copy" and "device" in kwargs and kwargs.get("dtype") in (None, args[0].dtype):  # not torch's own
         raise AssertionError(f"{func} to {kwargs['device']} was not seen as a copy")
     if name in INDEXING:
         counts.to_device += sum([one.dim() > 0 for one in hosts])  # an index on the host is copied
@@ -208,6 +210,18 @@ class _Event:
         return 1e3 * (end._at - self._at)
 
 
+def record(steps: Steps, inputs: StepInputs, layers: tuple[int, ...], memory: object) -> None:
+    """`Steps.record` where nothing can be recorded: the graph runs the forward that a device would replay."""
+    output = steps._run(inputs, layers)
+
+    def replay() -> None:
+        with torch.inference_mode():
+            for kept, new in zip(output, steps._run(inputs, layers), strict=True):
+                kept.copy_(new)  # type: ignore[union-attr, arg-type]
+
+    inputs.graph, inputs.output = SimpleNamespace(pool=lambda: None, replay=replay), output
+
+
 def _is_device(told: Any) -> bool:
     return isinstance(told, str | torch.device) and torch.device(told).type == "cuda"
 
@@ -228,6 +242,11 @@ def pretending() -> Iterator[Counts]:
         patch.object(torch.inference_mode, "__exit__", lambda mode, *why: torch.no_grad.__exit__(mode, *why)),
         patch("torch.cuda.synchronize", synchronize),
         patch("torch.cuda.Event", _Event),
+        patch("torch.cuda.device_count", lambda: 1),
+        patch("torch.cuda.get_device_name", lambda _: "pretended"),
+        patch("torch.cuda.mem_get_info", lambda _: (1 << 34, 1 << 34)),
+        patch.object(nn.Module, "to", _moved),
+        patch.object(Steps, "record", record),
         # Triton launches on a real device only.
         patch("coppice.engine.modules.rotate", rotate),
         patch("coppice.engine.steps.tree_attention", tree_attention),
@@ -237,9 +256,19 @@ def pretending() -> Iterator[Counts]:
         yield counts
 
 
-def move(model: nn.Module) -> nn.Module:
-    """Take a model's parameters and buffers to the device."""
+def _moved(model: nn.Module, *told: Any) -> nn.Module:
+    """`Module.to`: to the device or from it, or to another dtype."""
+    target, moved = next((one for one in told if isinstance(one, str | torch.device)), None), dict[int, Any]()
+    if target is None:
+        return _to(model, *told)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            held.update({name: one if one is None else _Pretended(one.detach()) for name, one in held.items()})
+            for name, tensor in held.items():
+                if tensor is not None:  # what two modules share they share there, too
+                    there = tensor.detach().to(*told if tensor.is_floating_point() else (target,))
+                    made = there if _is_device(target) else nn.Parameter(there, False)
+                    held[name] = moved.setdefault(id(tensor), made)
     return model
+
+
+_to = nn.Module.to

@@ -58,7 +58,7 @@ def make_target(
         pad_token_id=0,
         **shape,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.to(dtype).save_pretrained(folder)

@@ -1,5 +1,6 @@
 """Training a small target model of our own from text: tokenizer, packed data, model, run."""
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -17,17 +18,7 @@ from coppice.config.model import read_tokenizer
 from coppice.training.data import END_OF_TEXT, Domain, read_corpora
 from coppice.training.heads import HeadInTraining, Recipe, Trainer, TrainingConfig
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "num_hidden_layers": 20,
-    "intermediate_size": 768,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-}
+SIZES = json.loads(Path(__file__).parents[1].joinpath("shapes.json").read_text("utf-8"))["demo"]
 """of the demo target: deep and narrow, so that few weights make a costly forward"""
 TOKENIZER_CHARACTERS = 6_000_000
 """of a domain that train the tokenizer, about, so that no size decides; more does not change an 8k vocabulary"""

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import VerifierSettings
-from coppice.engine import kernels
+from coppice.engine import steps
 from coppice.engine.batching import settle
 from coppice.engine.engine import Engine
 from coppice.engine.rows import Piece, pack
@@ -34,7 +34,7 @@ from coppice.wire.verifier import OpenSession, Verdict, VerifyStep
 from services.verifier import worker
 from services.verifier.worker import Worker
 from tests.kernels import Shape, attend, filled_pool, random_batch, random_rows, tree_attention
-from tests.pretend import Counts, move, pretending
+from tests.pretend import Counts, pretending
 from tests.sessions import VerifierClient, junk_tree
 
 VOCAB, LAYERS, FEATURES = 1100, 4, (0, 2)
@@ -61,7 +61,7 @@ class Verifier:
         model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
         if self.counts is None:
             return Engine(model, kv_tokens=settings.kv_tokens)
-        engine, counts = Engine(move(model), kv_tokens=settings.kv_tokens), self.counts
+        engine, counts = Engine(model.to("cuda"), kv_tokens=settings.kv_tokens), self.counts
         forward = engine.forward
 
         def counted(*told: Any) -> Any:
@@ -303,9 +303,9 @@ async def test_a_row_that_nothing_can_be_drawn_from_ends_its_session_alone(targe
 
 
 # What only a CUDA device can tell: its texts are the CPU's, and its kernels compute what their torch forms do.
-# `pytest -m gpu` runs these with the other tests that need one.
+# `pytest -m gpu` runs these with the other tests of one; where there is none it is pretended.
 
-SESSIONS, IDS = 40, 60
+SESSIONS, IDS = (40, 60) if torch.cuda.is_available() else (6, 15)
 LAWS_APART = {f"T={t:g}": [SamplingParams(temperature=t)] for t in (0.0, 0.7, 1.0)} | {"mixed": SAMPLINGS["mixed"]}
 
 
@@ -326,8 +326,9 @@ async def test_texts_are_the_cpus(target: Path, law: str) -> None:
     """Plain ones, and those of drafted trees, of which some nodes are right."""
     samplings = seeded(LAWS_APART[law], SESSIONS)
     expected = await written(Verifier(target, None), samplings, IDS)
-    assert await written(OnCuda(target, None), samplings, IDS) == expected
-    drafted = await opened(OnCuda(target, None), samplings)
+    on_cuda = OnCuda(target, None)
+    assert await written(on_cuda, samplings, IDS) == expected
+    drafted = await opened(on_cuda, samplings)
     begun, rng = [len(text.committed) for text in drafted], random.Random(0)
     for _ in range(IDS // 5):
         done = [len(text.committed) - at for text, at in zip(drafted, begun, strict=True)]
@@ -344,7 +345,7 @@ def on_cuda(*arguments: Any) -> Tensor:
     there = copy(inputs)
     there.__dict__.update({name: part.cuda() for name, part in vars(inputs).items() if isinstance(part, Tensor)})
     sinks = None if layer.sinks is None else layer.sinks.cuda()
-    return kernels.tree_attention(*(part.cuda() for part in rows), there, layer._replace(sinks=sinks)).cpu()
+    return steps.tree_attention(*(part.cuda() for part in rows), there, layer._replace(sinks=sinks)).cpu()
 
 
 HALVED = Shape(dtype=torch.bfloat16)

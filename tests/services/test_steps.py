@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from coppice.engine.modules import fuse, merge_launches
 from coppice.engine.rows import PackedBatch, Piece, pack
 from coppice.engine.steps import Bucket, StepInputs, Steps, TappedModel, graph_buckets
 from coppice.testing.tiny_models import VOCAB, save_tiny
-from tests.pretend import FREE, LAUNCHES
+from tests.pretend import FREE, LAUNCHES, record
 from tests.services.test_engine import SMALL, Tree, kernel_rules
 
 __all__ = ["kernel_rules"]
@@ -76,17 +75,6 @@ def answers(engine: Engine, runs: Steps | None, batch: PackedBatch) -> tuple[Ten
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that run the forward which they would replay."""
-
-    def record(steps: Steps, inputs: StepInputs, layers: tuple[int, ...], memory: object) -> None:
-        output = steps._run(inputs, layers)
-
-        def replay() -> None:
-            with torch.inference_mode():
-                for kept, new in zip(output, steps._run(inputs, layers), strict=True):
-                    kept.copy_(new)  # type: ignore[union-attr, arg-type]
-
-        inputs.graph, inputs.output = SimpleNamespace(pool=lambda: None, replay=replay), output
-
     monkeypatch.setattr(Steps, "record", record)
 
 
@@ -215,6 +203,6 @@ def test_graphs_replay_their_steps(dtype: torch.dtype, llama: PreTrainedModel, m
         batch = some_batch(engine, seed, engine.info.feature_layers)
         again = answers(engine, replayed, batch)
         with monkeypatch.context() as patch:  # padded alike: products have the bits of their number of rows
-            patch.setattr(replayed, "_replayed", lambda graph, layers: replayed._run(graph.inputs, layers))
+            patch.setattr(replayed, "_replayed", replayed._run)
             assert all(map(torch.equal, again, answers(engine, replayed, batch)))
     assert torch.cuda.memory_allocated() - memory < 2**24
