@@ -1,7 +1,7 @@
 """A tabular target so small that the probability of every continuation of three tokens is known.
 
 The pipeline's own parts decode it in process: coupled and uncoupled draft trees, routing and merging, the accept walk,
-and the keyed draw of roots. A rule that accepts the nodes of a tree independently is the control that must fail.
+and the keyed draw of roots.
 
 `python -m tests.law` decodes SAMPLES texts by every rule and says the p-value of each, the least bias of a token that
 such counts refute, and that a planted bias of one percentage point is found and none is not.
@@ -30,7 +30,7 @@ from coppice.machine import usable_cores
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import Row, SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
-from orchestrator.heads import Calibration, offers, step_log_probs
+from orchestrator.heads import Calibration, offers
 from services.verifier.session import pq_draws, walk
 from tests import reference
 from tests.reference import dense, keyed, text_at
@@ -200,37 +200,6 @@ def exact_pq_step(
     residual = np.maximum(p - q, 0)
     pairs = np.outer(np.maximum(q - p, 0), residual / residual.sum()) + np.diag(np.minimum(p, q))
     return {pair: float(pairs[pair]) for pair in np.ndindex(pairs.shape) if pairs[pair] > 1e-12}
-
-
-def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
-    """Three tokens by the control's rule, which does not follow the target's law.
-
-    Every node of a top-k tree is accepted on its own with probability min(1, p / q). Then the longest accepted path is
-    kept. nanoGPT's tree speculative decoding does this.
-    """
-    rng = np.random.default_rng(params.seed)
-    text = list(prompt)
-    text.append(_root(tables, text, params))
-    while len(text) < len(prompt) + LENGTH:
-        tree = draft_tree(tables.drafters[0], text, params, coupled=False)
-        q = np.exp(step_log_probs(tree))
-        rows = tables.rows(tree, text, params)
-        p_rows = [dense(rows(node), VOCAB) for node in range(len(tree) + 1)]
-        pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), q.tolist(), strict=True)
-        accepted = [True, *(rng.random() < p_rows[parent][token] / q_x for token, parent, q_x in pairs)]
-        best = max((_accepted_prefix(path, accepted) for path in reference.paths(tree)), key=len)
-        text += [int(tree.tokens[node - 1]) for node in best]
-        row = p_rows[best[-1] if best else 0]
-        if not best:  # all children of the root were refused: the residual of the root's row, as printed
-            q_row = np.exp(_draft_row(tables.drafters[0], text, params, False, 0))
-            residual = np.maximum(row - q_row, 0)
-            row = residual / residual.sum() if residual.sum() else row
-        text.append(int(rng.choice(VOCAB, p=row)))
-    return text[len(prompt) : len(prompt) + LENGTH]
-
-
-def _accepted_prefix(path: list[int], accepted: list[bool]) -> list[int]:
-    return list(itertools.takewhile(lambda node: node > 0 and accepted[node], path[1:]))
 
 
 def _root(tables: Tables, text: list[int], params: SamplingParams) -> int:

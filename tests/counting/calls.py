@@ -1,4 +1,4 @@
-"""Counts calls of the project's own functions a step: `python -m tests.counting.calls [--list] [POLICY ...]`.
+"""Counts calls of the project's own functions a step: `python -m tests.counting.calls [POLICY ...]`.
 
 A function counts when it is called at least 0.8 times a step, so that what happens once a request is left out.
 """
@@ -23,7 +23,7 @@ from tests.stacks import serving
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
-NEW_TOKENS, WARM_UP = 96, 2
+NEW_TOKENS, WARM_UP = 64, 2
 REGULAR = 0.8  # calls a step from which a function counts
 _ANSWER_S = 10.0
 
@@ -85,26 +85,21 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
                     process: {name: calls / steps for name, calls in (after[process] - before[process]).items()}
                     for process in pids
                 }
-                found[policy] = Calls(
-                    steps,
-                    {
-                        process: {name: calls for name, calls in counted.items() if calls >= REGULAR}
-                        for process, counted in a_step.items()
-                    },
-                )
+                regular = {
+                    process: {name: calls for name, calls in counted.items() if calls >= REGULAR}
+                    for process, counted in a_step.items()
+                }
+                found[policy] = Calls(steps, regular)
     return found
 
 
 def main() -> None:
-    """Print what each process calls a step; with --list each function."""
-    listed = "--list" in sys.argv
-    policies = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    found = count(policies or [f"single:{HEADS[0]}", "auto"])
-    for policy, calls in found.items():
-        print(policy, calls.steps, "steps:", ", ".join(f"{name} {calls.total(name):.0f}" for name in calls.by_process))
-        for role, counted in calls.by_process.items() if listed else ():
+    """Print each process's functions and how often a step calls them."""
+    for policy, calls in count(sys.argv[1:] or [f"single:{HEADS[0]}", "auto"]).items():
+        for role, counted in calls.by_process.items():
+            print(policy, calls.steps, f"steps: {role} {calls.total(role):.0f}")
             for name, a_step in sorted(counted.items(), key=lambda one: -one[1]):
-                print(f"  {role} {a_step:7.1f} {name}")
+                print(f"  {a_step:7.1f} {name}")
 
 
 if __name__ == "__main__":

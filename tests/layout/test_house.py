@@ -1,15 +1,157 @@
-"""The house: where files live, who may import whom, and how large a thing may grow before it is two."""
+"""The house: where files live, who may import whom, how large a thing may grow before it is two, and what no source may
+do, whoever asks it to: run code out of data, hand text to a shell, check with `assert`.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from coppice.cli import app
 from coppice.config.settings import Settings
-from tests.layout.test_layout import ROOT, imports, sources
+from tests.nightly.__main__ import CAMPAIGNS, main
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("coppice", "services", "orchestrator", "lab")
+PURE = ("coppice/speculation/",)
+"""Folders that load no framework."""
+HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every file of the product, by its path in the repository; generated ones are left out."""
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    found = {str(file.relative_to(ROOT)): file for file in files if "coppice/v1/" not in str(file)}
+    trees = {path: ast.parse(file.read_text(encoding="utf-8")) for path, file in found.items()}
+    for path, tree in trees.items():
+        make_absolute(tree, Path(path).parent.parts)
+    return trees
+
+
+def make_absolute(tree: ast.Module, package: tuple[str, ...]) -> None:
+    """Write the relative imports of a file, wherever in it, as absolute ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parents = package[: len(package) - node.level + 1]
+            node.module, node.level = ".".join([*parents, *([node.module] if node.module else [])]), 0
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules and names that a file imports, wherever in it, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
+
+
+def importing(folder: str, *roots: str) -> set[tuple[str, str]]:
+    """(file, name) of every import below `folder` that begins with one of the roots."""
+    return {
+        (path, name)
+        for path, tree in sources().items()
+        if path.startswith(f"{folder}/")
+        for name in imports(tree)
+        if any(f"{name}.".startswith(f"{root}.") for root in roots)
+    }
+
+
+def test_services_and_the_orchestrator_import_their_own_modules_relatively() -> None:
+    """In a wheel they are parts of coppice, and have other names."""
+    named = re.compile(r"^\s*(from|import) (services|orchestrator)\b", re.MULTILINE)
+    assert [path for path in sources() if named.search((ROOT / path).read_text(encoding="utf-8"))] == []
+
+
+def test_nothing_imports_the_laboratory_the_tests_or_what_is_made_of_it() -> None:
+    """Between folders test_house orders the rest; this holds for what makes a process, too."""
+    assert {path for package in PACKAGES[:-1] for path, _ in importing(package, "lab", "tests")} == set()
+    assert importing("coppice", "services", "orchestrator") | importing("orchestrator", "services") == set()
+
+
+def test_one_file_knows_of_ray() -> None:
+    assert {path for package in PACKAGES for path, _ in importing(package, "ray")} == {"orchestrator/ray_app.py"}
+
+
+def stub_uses(tree: ast.Module) -> Iterator[str]:
+    """Uses of the message modules other than annotations, descriptors and messages that hold nothing.
+
+    What an operator asks of an adapter is no hot path and reaches no session: those messages are used as they are.
+    """
+    modules = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "coppice.v1"
+        for name in node.names
+        if name.name != "adapter_pb2"
+    }
+    harmless: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        notes: list[ast.expr | None] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            notes = [node.returns]
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            notes = [node.annotation]
+        elif isinstance(node, ast.Call) and not node.args and not node.keywords:
+            notes = [node.func]
+        harmless |= {part for note in notes if note is not None for part in ast.walk(note)}
+    for node in ast.walk(tree):
+        of_stub = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        if of_stub and node not in harmless and node.attr != "DESCRIPTOR":
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_wire_is_the_only_package_that_builds_or_reads_messages() -> None:
+    outside = sorted(path for path in sources() if not path.startswith("coppice/wire/"))
+    assert {path: uses for path in outside if (uses := list(stub_uses(sources()[path])))} == {}
+    assert list(stub_uses(ast.parse("from coppice.v1 import common_pb2 as c\nx = c.Fence(step=1)")))
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `code`."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name.partition(".")[0] for name in output.split()}
+
+
+def test_imports_load_no_framework() -> None:
+    pure = [path for path in sources() if path.startswith(PURE)]
+    assert len(pure) >= 4
+    for code, forbidden in (
+        ("\n".join(f"import {path[:-3].replace('/', '.')}" for path in pure), {"grpc", "google", *HEAVY}),
+        ("import coppice\nfrom coppice import AsyncClient, Client, SamplingParams\nimport coppice.cli", {*HEAVY}),
+        ("import coppice", {"grpc", "google", "numpy", "pydantic", *HEAVY}),
+    ):
+        loaded = loaded_by(code)
+        assert "coppice" in loaded
+        assert loaded.isdisjoint(forbidden)
+
+
+def test_every_file_that_names_the_version_names_the_same() -> None:
+    """Whoever releases changes them together, and heads the changelog with it."""
+    (version,) = re.findall(r'^__version__ = "(.*)"$', (ROOT / "coppice/__init__.py").read_text(), re.MULTILINE)
+    named = {
+        "CITATION.cff": f"version: {version}",
+        "helm/Chart.yaml": f"version: {version}\nappVersion: {version}",
+        "examples/compose.yaml": f"image: coppice:{version}-cpu",
+        "CHANGELOG.md": f"## [Unreleased]\n\n## [{version}] - 20",
+    }
+    assert [file for file, text in named.items() if text not in (ROOT / file).read_text(encoding="utf-8")] == []
+
+
+# --- floors and sizes ---
 
 ORDER = (
     ("coppice",),
@@ -163,3 +305,84 @@ def test_functions_fit_on_a_screen() -> None:
         and not declares_a_command(node)
     }
     assert long == {}
+
+
+# --- safety: ruff refuses what pyproject.toml bans; here are planted faults, and what it has no rule for ---
+
+NEVER_TRUE, NEVER_FALSE = {"shell", "allow_pickle", "trust_remote_code"}, {"weights_only"}
+# Where what comes from outside is checked: python -O takes an `assert` away.
+CHECKING = (
+    *("coppice/rpc", "coppice/wire", "coppice/adaptation", "services/adapter", "services/drafter"),
+    *("coppice/config/sections.py", "coppice/limits.py", "coppice/speculation/tree.py"),
+    *("orchestrator/service.py", "services/verifier/service.py", "services/verifier/session.py"),
+)
+UNSAFE = """
+import pickle
+import dill.a
+from shelve import open as o
+from grpc_reflection.v1alpha import reflection
+import builtins; builtins.exec(x)
+import torch; torch.load(x)
+import torch as t; t.load(x, weights_only=True)
+import yaml; yaml.load(x, Loader=yaml.SafeLoader)
+import os; os.system(x)
+import asyncio; asyncio.create_subprocess_shell(x)
+""".strip().splitlines()
+SAFE = """
+import yaml; yaml.safe_load(x)
+import subprocess; subprocess.run(["ls", x])
+from safetensors.torch import load; load(x)
+model.eval()
+""".strip().splitlines()
+
+
+def found_by_ruff(*arguments: str) -> list[dict[str, str]]:
+    """What ruff finds by our configuration, whatever a comment says."""
+    ruff = str(Path(sys.executable).parent / "ruff")
+    command = [ruff, "check", "--no-cache", "--ignore-noqa", "--output-format", "json", *arguments]
+    return list(json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout))
+
+
+def found_by_name(tree: ast.Module) -> set[str]:
+    """Builtins that run text, and keywords that switch a protection off."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"eval", "exec", "compile"}
+    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    switched = {each.arg for each in keywords if each.arg in NEVER_TRUE and ast.unparse(each.value) != "False"}
+    switched |= {each.arg for each in keywords if each.arg in NEVER_FALSE and ast.unparse(each.value) != "True"}
+    return names | {str(keyword) for keyword in switched}
+
+
+def test_nothing_runs_code_out_of_data() -> None:
+    assert found_by_ruff("--select", "TID251", ".") == []
+    assert {path: found for path, tree in sources().items() if (found := found_by_name(tree))} == {}
+
+
+def test_what_comes_from_outside_is_not_checked_by_assert() -> None:
+    assert all((ROOT / path).exists() for path in CHECKING)
+    assert found_by_ruff("--isolated", "--select", "S101", *CHECKING) == []
+
+
+def test_what_is_unsafe_is_found_and_what_is_safe_is_left_alone(tmp_path: Path) -> None:
+    for number, line in enumerate([*UNSAFE, *SAFE]):
+        (tmp_path / f"{number}.py").write_text(f"{line}\n")
+    config = f"--config={ROOT / 'pyproject.toml'}"
+    found = found_by_ruff(config, "--select", "TID251", str(tmp_path))
+    assert {int(Path(each["filename"]).stem) for each in found} == set(range(len(UNSAFE)))
+    for line in ("eval(x)", "run = exec", "f(x, shell=wanted)", "f(x, weights_only=False)", "f(x, allow_pickle=True)"):
+        assert found_by_name(ast.parse(line))
+    assert not any(found_by_name(ast.parse(line)) for line in (*SAFE, "f(x, shell=False, weights_only=True)"))
+
+
+# --- the campaigns of the proof ---
+
+
+def test_the_files_and_commands_of_the_campaigns_exist() -> None:
+    files = [part for command in CAMPAIGNS.values() for part in command if part.startswith("tests/")]
+    assert files
+    assert all((ROOT / file).is_file() for file in files)
+    for name in (name for name in CAMPAIGNS if name.startswith("bench")):
+        command = CAMPAIGNS[name]
+        ended = CliRunner().invoke(app, [*command[command.index("bench") :], "--help"])
+        assert ended.exit_code == 0, ended.output
+    with pytest.raises(SystemExit, match="no campaign begins with 'lightning'; there are tree, "):
+        main(["lightning"])

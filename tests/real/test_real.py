@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
@@ -83,11 +82,6 @@ def reference(folder: Path) -> Reference:
     return Reference(folder, "float32")
 
 
-@pytest.fixture(scope="module")
-def http(stack: dict[str, Any]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://{stack['http']}/v1", api_key="none", max_retries=0)
-
-
 def answers(client: Client, ids: tuple[int, ...], sampling: SamplingParams) -> dict[str, tuple[int, ...]]:
     """An answer under each policy."""
     options: Any = {"sampling": sampling, "max_new_tokens": NEW, "ignore_eos": True}
@@ -124,56 +118,14 @@ def test_the_shipped_head_drafts(client: Client) -> None:
     assert min(client.generate(PROMPTS[name], **options).tau for name in ("code", "prose", "long")) > 1.5
 
 
-def test_streams_pieces_and_log_probs_are_the_text(client: Client, http: openai.OpenAI, folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for name, prompt in PROMPTS.items():
-        options: Any = {"model": "gemma", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "logprobs": 0}
-        answer = client.generate(prompt, max_new_tokens=NEW)
-        shown = [tokenizer.convert_ids_to_tokens(token) for token in answer.ids]
-        assert any(token.startswith("<0x") for token in shown) == (name == "bytes")
-        whole = answer.text.rstrip("\ufffd")  # the last character may be cut off
-        assert answer.text == "".join(answer.pieces)
-        assert whole == tokenizer.decode(answer.ids, skip_special_tokens=True).rstrip("\ufffd")
-        chunks = list(http.completions.create(**options, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == answer.text
-        choice = http.completions.create(**options).choices[0]
-        assert choice.text == answer.text
-        spelled = [
-            bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
-            for token in choice.logprobs.tokens
-        ]
-        assert b"".join(spelled).decode("utf-8", "replace") == answer.text
-        stop = answer.text[len(answer.text) // 2 :][:3]
-        cut = client.generate(prompt, max_new_tokens=NEW, stop=stop)
-        assert (cut.text, cut.finish_reason) == (answer.text[: answer.text.index(stop)], "stop")
-
-
-def test_chats_go_through_a_template(client: Client, http: openai.OpenAI, folder: Path, reference: Reference) -> None:
+def test_chats_go_through_a_template(client: Client, folder: Path, reference: Reference) -> None:
     messages: Any = [{"role": "user", "content": "Say «ᛗᛁᚾ» in English, please."}]
     tokenizer = AutoTokenizer.from_pretrained(folder, chat_template=TEMPLATE.read_text())
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     answer = client.generate(messages, max_new_tokens=NEW)
     assert answer.prompt_tokens == len(ids)
     assert reference.judge(ids, answer.ids, SamplingParams()) == "identical"
-    options: Any = {"max_tokens": NEW, "temperature": 0, "logprobs": True}
-    choice = http.chat.completions.create(model="gemma", messages=messages, **options).choices[0]
-    assert choice.message.content == answer.text
-    spelled = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
-    assert spelled.decode("utf-8", "replace") == answer.text
-
-
-def test_a_prompt_that_came_before_is_not_computed_again(client: Client, reference: Reference) -> None:
-    ids = reference.text.encode(PROMPTS["long"])
-    first = client.generate(ids, max_new_tokens=NEW)
-    again = client.generate((*ids, *first.ids, *ids[1:40]), max_new_tokens=NEW)
-    assert again.cached_tokens > 600
-    assert reference.judge((*ids, *first.ids, *ids[1:40]), again.ids, SamplingParams()) == "identical"
-
-
-@pytest.mark.parametrize("name", ["drafter-dspark", "drafter-lookup", "verifier"])
-def test_answers_outlive_what_is_killed(name: str, stack: dict[str, Any], client: Client, reference: Reference) -> None:
-    ids = reference.text.encode(PROMPTS["code"])
-    assert reference.judge(ids, struck(stack, name, client, ids), SamplingParams()) == "identical"
+    assert answer.text.rstrip("\ufffd") == tokenizer.decode(answer.ids, skip_special_tokens=True).rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("invariant", [False, True])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head
 from coppice.training import heads, progress
 from coppice.training.answers import record_answers
@@ -32,7 +28,7 @@ from coppice.training.heads import Recipe, Trainer, TrainingConfig
 from tests.tiny import make_target
 
 SMALL: dict[str, Any] = {"tokens": 256, "length": 64}
-LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+TOLD = ("--adamw", "--layers", "1,0,0,1")
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
 
 
@@ -69,37 +65,34 @@ def head(place: Path, kind: str, *flags: str) -> Path:
 
 
 def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
-    folder = head(place, "specblock")
+    folder = head(place, "specblock", *TOLD)
     loaded = load_head("specblock", folder, place / "target")
     assert (loaded.config.slots, loaded.config.block_rope_advance, loaded.config.rank_norm_topk) == (4, True, None)
-    assert loaded.config.feature_layers == (2, 3, 4)
+    assert loaded.config.feature_layers == (1, 0, 0, 1)
     assert next(loaded.model.parameters()).dtype == torch.float32  # loaded as such; bfloat16 on disk
     card = (folder / "README.md").read_text()
     assert "--kind specblock" in card
-    assert "| k | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |" in card
+    assert "--layers 1,0,0,1" in card
     assert str(place) not in card + (folder / "config.json").read_text()
-    SpecBlockHead(DrafterSettings(kind="specblock", path=str(folder), target=str(place / "target")))
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     assert weights < 2.2 * parameters + 8 * loaded.config.vocab_size + 20_000  # no embedding in it
 
 
-@pytest.mark.parametrize(
-    ("rope", "turns"),
-    [
-        ({"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, {"rope_theta": 5e5}),
-        ({"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 1e4}),
-        (LINEAR, LINEAR),
+def test_a_new_head_turns_all_of_a_state() -> None:
+    half = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    for rope, turns in (
+        (half, {"rope_theta": 5e5}),
+        ({"sliding_attention": half}, {"rope_theta": 1e4}),
+        (linear, linear),
         (None, {"rope_theta": 1e4}),
-    ],
-)
-def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> None:
-    assert heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
+    ):
+        assert heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(signal.SIGTERM, "float32"), (signal.SIGINT, "bfloat16")])
 def test_a_recording_that_is_stopped_says_how_to_go_on(
-    number: signal.Signals, dtype: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -107,39 +100,41 @@ def test_a_recording_that_is_stopped_says_how_to_go_on(
         def reach(self, done: int, total: int) -> None:
             seen.append((done, total))
             if done >= 600 and len(seen) > 1 and seen[0][0] == 0:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(progress, "Progress", Stopper)
-    flags = ("head", "--kind", "dflash", "--tokens", "512", "--out", str(tmp_path / "head"), "--dtype", dtype)
+    flags = ("head", "--kind", "dflash", "--tokens", "512", "--out", str(tmp_path / "head"), "--dtype", "bfloat16")
     output = run(train, place, *flags, ends=(0,))
-    assert re.search(
-        rf"recording 4096 tokens .*, 8 texts at a time, in {dtype}: about \d+ minutes, 0\.00 GiB in", output
-    )
+    assert "recording 4096 tokens" in output
     assert f"recorded {seen[-1][0]} tokens, go on with the same command" in output
     assert not (tmp_path / "head").exists()
     assert seen[0] == (0, 4096)
     stopped, _ = seen[-1]
     seen.clear()
     assert "wrote" in run(train, place, *flags, ends=(0,))
-    recording = seen[: seen.index((4096, 4096)) + 1]
-    assert recording[0] == (stopped, 4096)
-    assert recording == sorted(recording)
+    assert seen[0] == (stopped, 4096)
     assert not list((tmp_path / "head.work" / "lessons").glob(".*"))
 
 
-def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) -> None:
-    lines, plan, seen = [f"words={place}/words.txt"], SMALL, list[tuple[int, int]]()
-    child = (
-        "import os, signal; from pathlib import Path; from coppice.training import answers as t\n"
-        "def progress(done, total):\n    if done >= 450: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"t.SAVE_S = 0\nt.record_answers({lines!r}, Path({str(place / 'target')!r}), Path({str(tmp_path)!r}), "
-        f"{plan['tokens']}, length={plan['length']}, progress=progress)\n"
+def test_a_recording_that_is_killed_loses_no_token(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.training.answers.SAVE_S", 0)
+    lines, seen = [f"words={place}/words.txt"], list[tuple[int, int]]()
+
+    def die(done: int, total: int) -> None:
+        if done >= 450:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = get_context("fork").Process(
+        target=record_answers, args=(lines, place / "target", tmp_path), kwargs={**SMALL, "progress": die}
     )
-    killed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     begun = json.loads((tmp_path / ".begun.json").read_text())
     assert sorted(begun) == ["words-held-out-00000.safetensors", "words-train-00000.safetensors"]
-    answers = record_answers(lines, place / "target", tmp_path, **plan, progress=lambda *counts: seen.append(counts))
+    answers = record_answers(lines, place / "target", tmp_path, **SMALL, progress=lambda *counts: seen.append(counts))
     assert 442 <= seen[0][0] < 450  # of the forward that was under way, a token of each of eight texts is missing
     assert seen[0][0] == sum(len(ids) for texts in begun.values() for ids, _ in texts)
     texts = answers.ids().view(4, 64)
@@ -158,14 +153,19 @@ def test_what_a_disk_has_no_room_for_is_refused(place: Path, tmp_path: Path, mon
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
-    folder = head(place, "specblock", "--adamw")
+    folder = head(place, "specblock", *TOLD)
     before, work = (folder / "model.safetensors").read_bytes(), folder.with_name(folder.name + ".work")
     first = load_file(work / "checkpoint.safetensors")
-    flags = ("head", "--kind", "specblock", "--tokens", "1536", "--adamw")
+    flags = ("head", "--kind", "specblock", "--tokens", "1536", *TOLD)
     folders = ("--out", str(folder), "--lessons", str(place / "lessons"))
     refused = run(train, place, *flags, *folders, ends=(2,))
     assert "--resume goes on with it" in " ".join(refused.replace("│", " ").split())
     assert (folder / "model.safetensors").read_bytes() == before
+    for layers in ("a", "1,,2", "1,-2", ",".join(map(str, range(17)))):
+        told = run(train, place, *flags[:-1], layers, *folders, "--resume", ends=(2,))
+        assert "1 to 16 numbers" in " ".join(told.replace("│", " ").split())
+    assert run(train, place, *flags[:-1], "1,0,1,1", *folders, "--resume", ends=(1,)) == ""
+    assert "unknown kind 'oracle'" in run(train, place, *flags[:2], "oracle", *flags[3:], *folders, ends=(2,))
     run(train, place, *flags, *folders, "--resume")
     further = load_file(work / "checkpoint.safetensors")
     assert any(not torch.equal(further[name], weight) for name, weight in first.items())
@@ -190,33 +190,12 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
         learn(TrainingConfig("eagle3", target, other, work, resume=True), 256)
 
 
-def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: Path) -> None:
-    make_target(tmp_path / "target", layers=2)
-    (tmp_path / "words.txt").write_text((place / "words.txt").read_text())
-    place, folder = tmp_path, tmp_path / "layers"
-    flags = ("head", "--kind", "eagle3", "--tokens", "512", "--out", str(folder))
-    run(train, place, *flags, "--layers", "1, 0,0,1")
-    loaded = load_head("eagle3", folder, place / "target")
-    assert loaded.config.feature_layers == (1, 0, 0, 1)
-    assert loaded.model.fc.in_features == 4 * loaded.config.target_hidden_size
-    assert "--layers 1,0,0,1" in (folder / "README.md").read_text()
-    assert run(train, place, *flags, "--resume", "--layers", "1,0,1,1", ends=(1,)) == ""
-    for refused in ("a", "1,,2", "1,-2", ",".join(map(str, range(17)))):
-        told = run(train, place, *flags, "--resume", "--layers", refused, ends=(2,))
-        assert "1 to 16 numbers" in " ".join(told.replace("│", " ").split())
-    for unknown in ("lm", "oracle"):
-        assert f"unknown kind '{unknown}'" in run(train, place, *flags[:2], unknown, *flags[3:], ends=(2,))
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [
-        ("block_size=1", "block_size: Input should be greater than or equal to 2"),
-        ("markov=8", "markov is no field of a dspark head that training can choose"),
-    ],
-)
-def test_a_shape_that_does_not_fit_is_refused_at_once(shape: str, reason: str, place: Path, tmp_path: Path) -> None:
-    flags = ["head", "--kind", "dspark", "--shape", shape, "--target", str(place / "target"), "--tokens", "1024"]
-    ended = CliRunner().invoke(train, [*flags, "--data", f"words={place}/words.txt", "--out", str(tmp_path / "head")])
-    assert str(ended.exception) == f"--shape: {reason}"
+def test_a_shape_that_does_not_fit_is_refused_at_once(place: Path, tmp_path: Path) -> None:
+    flags = ["head", "--kind", "dspark", "--target", str(place / "target"), "--data", f"words={place}/words.txt"]
+    for shape, reason in {
+        "block_size=1": "block_size: Input should be greater than or equal to 2",
+        "markov=8": "markov is no field of a dspark head that training can choose",
+    }.items():
+        ended = CliRunner().invoke(train, [*flags, "--shape", shape, "--out", str(tmp_path / "head")])
+        assert str(ended.exception) == f"--shape: {reason}"
     assert not list(tmp_path.iterdir())

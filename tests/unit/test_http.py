@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
-import resource
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -26,7 +23,7 @@ from coppice.config.token_bytes import TokenBytes
 from coppice.errors import InvalidField, NotFound, Overloaded
 from coppice.rpc.access import Access
 from coppice.wire.common import TopLogProbs
-from coppice.wire.generation import Chunk, Finished, Origin, Started, request_to_wire
+from coppice.wire.generation import Chunk, Finished, Origin, Started
 from coppice.wire.verifier import TargetDescription
 from orchestrator.http.bodies import check_log_probs
 from orchestrator.http.server import Api, HttpDoor, HttpServer, check_parts, make_app
@@ -161,18 +158,17 @@ def test_the_parts_of_a_body_are_counted_outside_of_its_strings() -> None:
 
 
 def test_log_probabilities_of_all_choices_fit_one_body() -> None:
-    scored: dict[str, Any] = {"log_probs": True, "max_new_tokens": 16}
-    request = replace(build_request([1] * 4000, **scored), want_prompt_log_probs=True, top_log_probs=20)
-    open_ended = replace(build_request("x", log_probs=True), top_log_probs=20)
-    for each, choices, context in (
-        (request, 3, 4096),
-        (replace(request, top_log_probs=0), 16, 4096),
-        (replace(request, want_prompt_log_probs=False), 16, 4096),
-        (build_request("x" * 9000), 16, 4096),
-        (open_ended, 16, 1 << 17),
+    request = replace(
+        build_request([1] * 4000, log_probs=True, max_new_tokens=16), want_prompt_log_probs=True, top_log_probs=20
+    )
+    for each, choices in (
+        (request, 3),
+        (replace(request, top_log_probs=0), 16),
+        (replace(request, want_prompt_log_probs=False), 16),
+        (build_request("x" * 9000), 16),
     ):
-        check_log_probs([each] * choices, context, 256)
-    for each in (request, replace(request, ids=None, text="é" * 2000), replace(open_ended, max_new_tokens=4096)):
+        check_log_probs([each] * choices, 4096, 256)
+    for each in (request, replace(request, ids=None, text="é" * 2000)):
         with pytest.raises(InvalidField, match="logprobs: "):
             check_log_probs([each] * 4, 1 << 17, 256)
 
@@ -182,13 +178,10 @@ def test_log_probabilities_of_all_choices_fit_one_body() -> None:
     [
         ("127.0.0.1:8000", None, (), 200),
         ("LocalHost:8000", "http://LocalHost:8000", (), 200),
-        ("[::1]:8000", "http://[::1]:8000", (), 200),
         ("evil.example:8000", None, (), 403),
         ("127.0.0.1.evil.example", None, (), 403),
-        ("", None, (), 403),
         ("127.0.0.1:8000", "http://evil.example", (), 403),
         ("127.0.0.1:8000", "http://127.0.0.1:3000", (), 403),
-        ("127.0.0.1:8000", "null", (), 403),
         ("mine.example:8000", None, ("--orchestrator.hosts", '["mine.example"]'), 200),
         ("127.0.0.1:8000", "https://mine.example", ("--orchestrator.hosts", '["mine.example"]'), 200),
         ("evil.example", "http://evil.example", ("--server.host", "0.0.0.0"), 200),
@@ -205,21 +198,17 @@ async def test_on_loopback_pages_of_other_sites_are_refused(
     assert page.status_code == (404 if status == 200 else status)
 
 
-async def test_a_server_that_stops_takes_nothing_new() -> None:
+async def test_a_server_that_stops_or_is_full_refuses_before_the_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     front = Front(Service(*WHOLE))
     assert (await front.get("/ready")).status_code == 200
     front.draining.set()
-    assert error(await front.complete()) == (503, "the server is stopping")
+    assert error(await front.complete(nonsense=1)) == (503, "the server is stopping")
     codes = [(await front.get(path)).status_code for path in ("/ready", "/health", "/v1/models")]
     assert codes == [503, 200, 503]
-
-
-async def test_a_full_server_refuses_before_the_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(*WHOLE)
     front, service.full = Front(service), True
     response = await front.complete(nonsense=1)
-    assert error(response) == (429, "full")
-    assert response.headers["retry-after"] == "3"
+    assert (error(response), response.headers["retry-after"]) == ((429, "full"), "3")
     monkeypatch.setattr("orchestrator.http.server.most_calls", lambda limits: 0)
     assert error(await front.get("/v1/models")) == (429, "too many requests at once")
 
@@ -256,19 +245,6 @@ async def test_no_client_reads_the_names_of_others(tokens: Tokens) -> None:
     front = Front(Service(*WHOLE, flags=("--orchestrator.tokens", "tokens")), tokens)
     assert error(await front.get("/metrics", headers=bearer("right")))[0] == 404
     assert "vllm:spec_decode" in (await Front(Service(*WHOLE)).get("/metrics")).text
-
-
-async def test_a_client_that_leaves_several_choices_leaves_no_error() -> None:
-    told: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    messages = [request_to_wire(build_request("a"))] * 8
-    events = Service(STARTED, *[HALF] * 1000).answers(messages, contextlib.nullcontext())
-    for _ in range(20):
-        await anext(events)
-    await events.aclose()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    gc.collect()
-    assert told == []
 
 
 @contextlib.asynccontextmanager
@@ -333,28 +309,8 @@ async def test_log_probabilities_are_finite_and_need_no_alternatives() -> None:
     for value, top, asked, expected in ((-np.inf, (row,), 2, -9999.0), (-0.5, (), 0, -0.5)):
         chunk = Chunk("a", (65,), (Origin.ROOT,), ("a",), (value,), None, top)
         answer = json.loads((await Front(Service(STARTED, chunk, WHOLE[-1])).complete(logprobs=asked)).text)
-        log_probs = answer["choices"][0]["logprobs"]
-        assert log_probs["token_logprobs"] == [expected]
-        assert (log_probs["top_logprobs"] == [None]) == (asked == 0)
-
-
-async def test_a_process_without_descriptors_says_so_once_a_look() -> None:
-    """asyncio would try as often as connections may wait, and log each failure with its traceback."""
-    failures: list[str] = []
-    loop, limits = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with listening(Service(*WHOLE, flags=FLAGS)) as address:
-        loop.set_exception_handler(lambda _, context: failures.append(context["message"]))
-        with socket.socket() as client:
-            client.setblocking(False)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-            try:
-                await loop.sock_connect(client, address)
-                await until(lambda: failures)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        loop.set_exception_handler(None)
-    assert failures[0] == "socket.accept() out of system resource"
-    assert len(failures) < 8
+        told = answer["choices"][0]["logprobs"]
+        assert (told["token_logprobs"], told["top_logprobs"] == [None]) == ([expected], asked == 0)
 
 
 async def test_a_requests_metrics_count_the_drafts_in_its_text() -> None:

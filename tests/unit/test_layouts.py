@@ -1,4 +1,4 @@
-"""Checkpoint layouts: loaded as their authors write them, written in our own; and what is refused."""
+"""Checkpoint layouts: loaded as their authors write them, written in our own; what is refused; EAGLE-3 by its rule."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob
+from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import SHAPES, kind_in, load_head, public_state, read_head, save_head
 from services.adapter.learn import Learner
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import save_random
+from tests.unit.test_feature_heads import GREEDY, Slow, Text, Tokens, drafted, opened, save_random
 
 H, HEADS, KV, DIM, FF, VOCAB, DRAFT, K = 32, 4, 2, 8, 48, 96, 40, 4
 
@@ -102,17 +106,9 @@ def specblock() -> Made:
 
 LAYERS, DEPTH, BLOCK, MASK, RANK, IDS = 8, 2, 6, 90, 16, [-1, 2, 4, 5]
 QWEN3: dict[str, Any] = SIZES | {
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "head_dim": DIM,
-    "hidden_act": "silu",
-    "layer_types": ["full_attention"] * DEPTH,
-    "num_hidden_layers": DEPTH,
-    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
+    **{"model_type": "qwen3", "attention_bias": False, "head_dim": DIM, "hidden_act": "silu", "use_cache": True},
+    **{"layer_types": ["full_attention"] * DEPTH, "num_hidden_layers": DEPTH, "tie_word_embeddings": False},
+    **{"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "sliding_window": None},
 }
 MARKOV = {
     "markov_rank": RANK,
@@ -283,49 +279,36 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("EAGLE-3", put("norm.weight", torch.full((H,), torch.nan)), "norm.weight is not finite"),
         ("EAGLE-3", put("vocab_size", VOCAB + 1), "vocab_size is 97, the target's is 96"),
         ("EAGLE-3", dropped("hidden_size"), "hidden_size: Field required"),
-        ("EAGLE-3", put("hidden_act", "gelu"), "hidden_act"),
         ("EAGLE-3", dropped("d2t"), "no d2t, which a reduced vocabulary needs"),
         ("EAGLE-3", put("d2t", torch.full((DRAFT,), VOCAB)), "d2t does not name 40 ids of 96"),
         ("EAGLE-3", put("rope_scaling", {**LINEAR, "rope_type": "yarn"}), "type 'linear' and rope_type 'yarn'"),
         ("EAGLE-3", put("rope_scaling", {"type": "su", "factor": 2.0}), "unknown type 'su'"),
-        ("EAGLE-3", put("rope_scaling", {"type": "linear"}), "Missing required keys.*'factor'"),
         ("EAGLE-3", put("rope_parameters", {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         ("EAGLE-3", put("rope_parameters", {"full_attention": LINEAR}), "rope_parameters of several kinds of layers"),
         ("EAGLE-3", lambda c, t: c.update(rope_scaling=LINEAR, rope_parameters=FLATTER), "contradict each other"),
         ("EAGLE-3", put("eagle_config", {"hidden_size": 8}), "contradicts itself: hidden_size is 32, hidden_size is 8"),
-        (
-            "EAGLE-3",
-            lambda c, t: c.update(feature_layers=[1, 2], eagle_aux_hidden_state_layer_ids=[1, 3]),
-            r"contradicts itself: feature_layers is \[1, 2\], eagle_aux_hidden_state_layer_ids is \[1, 3\]",
-        ),
         ("EAGLE-3", put("fc_norm", True), "fc_norm is true"),
         ("EAGLE-3", put("is_causal", False), "is_causal is false"),
         ("EAGLE-3", put("eagle_config", {"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
-        ("SpecBlock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
         ("speculators' EAGLE-3", dropped("transformer_layer_config"), "no JSON object transformer_layer_config"),
         ("speculators' EAGLE-3", put("eagle_aux_hidden_state_layer_ids", [2, 4, 8]), "layers: 8 is not among 0..7"),
         ("JetSpec", inner(causal=False), "contradicts itself: causal_head is True, causal is False"),
         ("JetSpec", put("is_causal", False), "contradicts itself: is_causal is False, causal_head is True"),
-        ("z-lab", lambda c, t: (c.update(causal=True), inner(causal=False)(c, t)), "causal is True, causal is False"),
         ("z-lab", inner(block_size=BLOCK + 1), "contradicts itself: block_size is 6, block_size is 7"),
         ("z-lab", put("dflash_config", [1]), "no JSON object dflash_config"),
         ("z-lab", without("mask_token_id"), "mask_token_id is missing"),
-        ("z-lab", dropped("block_size"), "block_size is missing"),
         ("z-lab", put("layer_types", SLIDING), "layer_types .*sliding_attention.*: only full_attention is served"),
         ("z-lab", inner(selector_rank=256), "selector_rank 256: DFlash2's selector and convolutions are not served"),
         ("z-lab", inner(use_swa=True), "use_swa is true"),
         ("z-lab", inner(input_embedding_scale=2.0), "input_embedding_scale 2.0 is not served"),
         ("z-lab", put("final_logit_softcapping", 30.0), "final_logit_softcapping 30.0 is not served"),
-        ("JetSpec", inner(target_hidden_size=2 * H), "fc.weight has shape"),
         ("DeepSpec", put("markov_head_type", "gated"), "markov_head_type 'gated' is not served"),
         ("DeepSpec", dropped("confidence_head.proj.bias"), "confidence_head.proj.bias is missing"),
         ("DeepSpec", put("confidence_head_with_markov", False), "confidence_head.proj.weight has shape"),
         ("z-lab", inner(target_layer_ids=[-1, 2, 4, LAYERS - 1]), "feature_layers: 8 is not among 0..7"),
         ("z-lab", inner(target_layer_ids=[]), "does not name the layers"),
         ("speculators", put("aux_hidden_state_layer_ids", [1, 3, 5, LAYERS]), "feature_layers: 8 is not among 0..7"),
-        ("speculators", put("aux_hidden_state_layer_ids", None), "does not name the layers"),
         ("speculators", put("speculators_model_type", "peagle"), "speculators_model_type is 'peagle'"),
-        ("speculators", put("draft_vocab_size", DRAFT), "no d2t, which a reduced vocabulary needs"),
         ("speculators' DSpark", put("d2t", torch.arange(DRAFT)), "the offsets d2t do not name the ids that t2d does"),
     ],
 )
@@ -354,35 +337,21 @@ def test_pickles_are_refused_with_the_way_to_convert_them(target: Path, tmp_path
 def test_a_full_vocabulary_needs_no_map_and_an_eagle_config_names_layers(target: Path, tmp_path: Path) -> None:
     config, tensors = eagle3()
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6], "use_aux_hidden_state": True}
-    config["draft_vocab_size"] = None
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    tensors["lm_head.weight"] = random(VOCAB, H)
+    config["draft_vocab_size"], tensors["lm_head.weight"] = None, random(VOCAB, H)
+    del tensors["d2t"], tensors["t2d"]
     loaded = load_head("eagle3", written(tmp_path / "in", (config, tensors)), target)
-    assert loaded.config.draft_vocab_size == VOCAB
+    assert (loaded.config.draft_vocab_size, loaded.config.feature_layers) == (VOCAB, (2, 3, 6))
     assert not loaded.model.d2t.any()
-    assert loaded.config.feature_layers == (2, 3, 6)
-
-
-def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match=r"drafter\.path"):
-        load_head("eagle3", tmp_path, target)
-    folder = written(tmp_path / "in", eagle3())
-    with pytest.raises(InvalidField, match=r"drafter\.target"):
-        load_head("eagle3", folder, tmp_path)
-    with pytest.raises(InvalidField, match="is a checkpoint of kind eagle3, not specblock"):
-        load_head("specblock", folder, target)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_head_comes_back_as_it_was_written(kind: Any, target: Path, tmp_path: Path) -> None:
-    folder = save_random(tmp_path / "in", kind)
-    assert kind_in(folder) == kind
-    loaded = load_head(kind, folder, target)
+    loaded = load_head(kind, save_random(tmp_path / "in", kind), target)
     save_head(tmp_path / "out", loaded.model, loaded.config)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert load_head(kind, tmp_path / "out", target).config == loaded.config
+    assert load_head(kind_in(tmp_path / "out"), tmp_path / "out", target).config == loaded.config
 
 
 def test_what_does_not_fit_a_layout_of_our_own_is_named(target: Path, tmp_path: Path) -> None:
@@ -393,14 +362,13 @@ def test_what_does_not_fit_a_layout_of_our_own_is_named(target: Path, tmp_path: 
         load_head("dflash", other, target)
     with pytest.raises(InvalidField, match="is a dflash head; adapted are"):
         Learner(folder, target)
-
-
-def test_each_spelling_of_causality_is_read(target: Path, tmp_path: Path) -> None:
-    for spelling in (["causal"], ["causal_head"], ["is_causal", "causal", "causal_head"]):
-        folder = written(tmp_path, zlab(**dict.fromkeys(spelling, True)))
-        assert (kind_in(folder), read_head(folder).config.causal) == ("jetspec", True)
-        with pytest.raises(InvalidField, match="is a checkpoint of kind"):
-            load_head("dflash", folder, target)
+    for path, where, reason in (
+        (tmp_path, target, r"drafter\.path"),
+        (folder, tmp_path, r"drafter\.target"),
+        (folder, target, "is a checkpoint of kind dflash, not specblock"),
+    ):
+        with pytest.raises(InvalidField, match=reason):
+            load_head("specblock" if "kind" in reason else "dflash", path, where)
 
 
 @pytest.mark.parametrize(
@@ -422,17 +390,15 @@ def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: boo
     assert (read.sample_from_anchor, read.slots) == (predicts, BLOCK - (not predicts))
 
 
-@pytest.mark.parametrize(("layers", "count", "ids"), [(36, 5, (1, 9, 17, 25, 33)), (20, 2, (1, 17)), (20, 1, (10,))])
-def test_layers_that_are_not_named_are_the_authors_default(
-    layers: int, count: int, ids: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_layers_that_are_not_named_are_the_authors_default(tmp_path: Path) -> None:
     config, _ = zlab(target_layer_ids=None)
-    config |= {"num_target_layers": layers, "num_hidden_layers": count, "layer_types": ["full_attention"] * count}
-    tensors = backbone(count, count)
-    assert read_head(written(tmp_path, (config, tensors))).config.feature_layers == tuple(layer + 1 for layer in ids)
+    for layers, count, ids in ((36, 5, (1, 9, 17, 25, 33)), (20, 2, (1, 17)), (20, 1, (10,))):
+        config |= {"num_target_layers": layers, "num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+        read = read_head(written(tmp_path, (config, backbone(count, count))))
+        assert read.config.feature_layers == tuple(layer + 1 for layer in ids)
     del config["num_target_layers"]
     with pytest.raises(InvalidField, match="does not name the layers"):
-        read_head(written(tmp_path, (config, tensors)))
+        read_head(written(tmp_path, (config, backbone(1, 1))))
 
 
 def test_a_head_without_an_output_layer_reads_the_targets_rows_of_its_vocabulary(target: Path, tmp_path: Path) -> None:
@@ -463,3 +429,123 @@ def test_a_block_reads_what_the_embedding_module_of_the_target_gives(target: Pat
     own = deepspec()
     loaded = load_head("dspark", written(tmp_path / "deepspec", own), scaling)
     assert torch.equal(loaded.embedding, own[1]["embed_tokens.weight"].float())
+
+
+# --- EAGLE-3 heads as their trainers configure them, against layer and tree search by their definition ---
+
+
+LENGTH = 12
+EPS = 1e-5
+
+
+def norm(states: Tensor, weight: Tensor) -> Tensor:
+    return states * (states.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+class ByDefinition(Slow):
+    """One EAGLE-3 layer over a whole text at once, in float64, from the tensors of a file and from switches.
+
+    The tree is EAGLE-2's topK_genrate as EAGLE-3 calls it.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Tensor], embedding: Tensor, depth: int, width: int, scale: float = 1, **switches: bool
+    ) -> None:
+        self.tensors = {name.replace("layers.0.", "midlayer."): t.double() for name, t in tensors.items()}
+        self.embedding, self.scale, self.switches = embedding.double(), scale, switches
+        self.ids, self.depth, self.said = torch.arange(DRAFT) + tensors["d2t"], depth, {}
+        self.settings = DrafterSettings(kind="eagle3", top_k=width)
+
+    def linear(self, states: Tensor, name: str) -> Tensor:
+        return F.linear(states, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[:, None] / self.scale * 5e5 ** -(torch.arange(0, DIM, 2).double() / DIM)
+        cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((angles.sin(),) * 2, -1)
+        return states * cos + torch.cat((-states[..., DIM // 2 :], states[..., : DIM // 2]), -1) * sin
+
+    def logits(self, text: Text, start: int, job: DraftJob, path: Tokens) -> Tensor:
+        self.behind: dict[Tokens, Tensor] = self.behind if path else {}
+        fused = self.linear(text.features[:LENGTH].double(), "fc")
+        hidden = torch.stack([*fused, *(self.behind[path[:at]] for at in range(len(path)))])
+        state = self.behind[path] = self.state(hidden, torch.tensor([*text.ids[1:LENGTH], job.root, *path]))
+        return self.linear(
+            state if self.switches.get("norm_output") else norm(state, self.tensors["norm.weight"]), "lm_head"
+        )
+
+    def state(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """(H,) what the last of (N, H) rows in a row hands on."""
+        own, layer = self.tensors, "midlayer."
+        normed = norm(hidden, own[layer + "hidden_norm.weight"])
+        embedded = norm(self.embedding[tokens], own[layer + "input_layernorm.weight"])
+        inputs = torch.cat((embedded, normed), -1)
+        query, key, value = (
+            self.linear(inputs, f"{layer}self_attn.{name}_proj").view(len(hidden), -1, DIM).transpose(0, 1)
+            for name in "qkv"
+        )
+        if self.switches.get("qk_norm"):
+            query = norm(query, own[layer + "self_attn.q_norm.weight"])
+            key = norm(key, own[layer + "self_attn.k_norm.weight"])
+        positions = torch.arange(len(hidden)).double()
+        query, key = self.turned(query, positions)[:, -1:], self.turned(key, positions)
+        scores = query @ key.repeat_interleave(HEADS // KV, 0).transpose(1, 2) / DIM**0.5
+        seen = scores.softmax(-1) @ value.repeat_interleave(HEADS // KV, 0)
+        residual = normed if self.switches.get("norm_before_residual") else hidden
+        state = residual[-1] + self.linear(seen.flatten(), layer + "self_attn.o_proj")
+        inner = norm(state, own[layer + "post_attention_layernorm.weight"])
+        gated = F.silu(self.linear(inner, layer + "mlp.gate_proj")) * self.linear(inner, layer + "mlp.up_proj")
+        state = state + self.linear(gated, layer + "mlp.down_proj")
+        return norm(state, own["norm.weight"]) if self.switches.get("norm_output") else state
+
+
+TEXT = Text.random(40, 3)
+JOB = DraftJob(1, TEXT.ids[LENGTH], LENGTH, 30, GREEDY)
+
+
+def tree_of(folder: Path, target: Path) -> dict[Tokens, float]:
+    """What the served head drafts."""
+    shape = {"kv_tokens": 2048, "threads": 1, "depth": 3, "top_k": 4}
+    head = Eagle3Head(DrafterSettings(kind="eagle3", path=str(folder), target=str(target), **shape))
+    opened(head, 1, TEXT, LENGTH)
+    return drafted(head, [JOB])[0]
+
+
+CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "as it is": ({}, {}),
+    "legacy rope_scaling": ({"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {}),
+    "norm_output": ({"norm_output": True}, {"norm_output": True}),
+    "Qwen3's layers": ({"model_type": "qwen3"}, {"qk_norm": True}),
+    "attention_bias": ({"attention_bias": True}, {}),
+    "an embedding of its own": ({}, {}),
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), [*((name, "eagle3") for name in CONFIGURED), ("as it is", "speculators")])
+def test_configured_heads_draft_by_their_definition(name: str, layout: str, target: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config, tensors = eagle3() if layout == "eagle3" else eagle3_of_speculators()
+    change, switches = CONFIGURED[name]
+    prefix, own = ("midlayer.", config) if layout == "eagle3" else ("layers.0.", config["transformer_layer_config"])
+    (config if "norm_output" in change else own).update(change)
+    if layout == "speculators":
+        switches = switches | {"norm_before_residual": True}
+    for weight in [name for name in tensors if name.endswith("norm.weight")]:
+        tensors[weight] = 1 + torch.rand(H) / 2
+    if name == "Qwen3's layers":
+        tensors |= {f"{prefix}self_attn.{part}_norm.weight": 1 + torch.rand(DIM) for part in "qk"}
+    elif name == "attention_bias":
+        rows = {"q": HEADS * DIM, "k": KV * DIM, "v": KV * DIM, "o": H}
+        tensors |= {f"{prefix}self_attn.{part}_proj.bias": torch.randn(size) / 2 for part, size in rows.items()}
+    tensors.pop("embed_tokens.weight", None)
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    if name == "an embedding of its own":
+        tensors["embed_tokens.weight"] = embedding = random(VOCAB, H)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 4
+    slow = ByDefinition(tensors, embedding, 3, 4, 4 if "rope_scaling" in change else 1, **switches)
+    folder = written(tmp_path / "in", (config, tensors))
+    expected = slow.tree(TEXT, 0, JOB)
+    served = tree_of(folder, target)
+    assert served == pytest.approx(expected, abs=2e-3)
+    model = read_head(folder)
+    save_head(tmp_path / "out", model, model.config)
+    assert tree_of(tmp_path / "out", target) == pytest.approx(served, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Links: many sessions over one stream, each with its own end; a link that ends, or falls silent, ends them all."""
+"""Links: many sessions over one stream, each with its own end, and one that falls silent ends them all; admission."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coppice.errors import InvalidField, Overloaded, from_rpc_error
 from coppice.limits import CHUNK_BYTES
 from coppice.rpc import link
+from coppice.rpc.admission import Admission
 from coppice.rpc.channels import CHANNEL_OPTIONS, Dialer, Stub
 from coppice.rpc.server import Door, add_service
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2 import DraftRequest, DraftResponse
 from coppice.wire.common import control_item, message_item
-from tests.processes import until
+from tests.processes import until, without_waiting
 
 SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 
@@ -69,9 +72,9 @@ async def serving(port: int = 0, servicer: Any = None) -> AsyncIterator[tuple[An
 
 
 @contextlib.asynccontextmanager
-async def linked() -> AsyncIterator[tuple[Any, Door, Any, Stub]]:
-    async with serving() as (echo, door, server, address), Dialer().open(address) as channel:
-        yield echo, door, server, Stub(channel, drafter_pb2)
+async def linked() -> AsyncIterator[tuple[Any, Stub]]:
+    async with serving() as (echo, _, _, address), Dialer().open(address) as channel:
+        yield echo, Stub(channel, drafter_pb2)
 
 
 async def asked(call: Any, number: int) -> float:
@@ -79,31 +82,11 @@ async def asked(call: Any, number: int) -> float:
     return (await call.read()).delta.miss
 
 
-async def test_what_is_ready_at_one_time_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = link.Outbox.write, 0
-
-    async def counted(outbox: link.Outbox, write_frame: Any) -> None:
-        async def counting(frame: bytes) -> None:
-            nonlocal written
-            written += bool(frame)
-            await write_frame(frame)
-
-        await write(outbox, counting)
-
-    monkeypatch.setattr(link.Outbox, "write", counted)
-    async with linked() as (echo, _, _, stub):
-        calls = [stub.Draft() for _ in range(50)]
-        for step in range(10):
-            assert await asyncio.gather(*map(asked, calls, range(step, step + 50))) == list(range(step, step + 50))
-        assert 20 <= written <= 40  # of 500 questions and as many answers
-        for call in calls[1:]:
-            call.cancel()
-        await until(lambda: echo.open == 1)
-        assert await asked(calls[0], 7) == 7
-
-
-async def test_an_end_is_of_one_session() -> None:
-    async with linked() as (echo, _, _, stub):
+async def test_an_end_and_a_long_answer_are_of_one_session_and_an_idle_link_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
+    async with linked() as (echo, stub):
         one, other, broken = stub.Draft(), stub.Draft(), stub.Draft()
         assert await asked(one, 1) == 1
         for number, message in ((404, "root: is not here"), (429, "come back")):
@@ -120,17 +103,14 @@ async def test_an_end_is_of_one_session() -> None:
             await asked(broken, 1)
         await other.done_writing()
         assert await other.read() is grpc.aio.EOF
+        long = stub.Draft()
+        await long.write(saying(500))
+        assert [await asked(one, number) for number in range(20)] == list(range(20))
+        assert [len((await long.read()).delta.q_rows) for _ in range(8)] == [CHUNK_BYTES - 64] * 8
+        long.cancel()
+        await asyncio.sleep(1)
         assert await asked(one, 2) == 2
         assert echo.open == 1
-
-
-async def test_a_long_answer_holds_up_no_other() -> None:
-    async with linked() as (_, _, _, stub):
-        long, short = stub.Draft(), stub.Draft()
-        await long.write(saying(500))
-        assert [await asked(short, number) for number in range(20)] == list(range(20))
-        parts = [await long.read() for _ in range(9)]
-        assert [len(part.delta.q_rows) for part in parts[:8]] == [CHUNK_BYTES - 64] * 8
 
 
 async def test_sessions_end_with_their_link_and_the_next_one_begins_another() -> None:
@@ -178,18 +158,10 @@ async def test_a_broken_server_is_lost(monkeypatch: pytest.MonkeyPatch, says: by
             await call.read()
 
 
-async def test_an_idle_server_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENT_S", 0.5)
-    async with linked() as (_, _, _, stub):
-        call = stub.Draft()
-        await asked(call, 1)
-        await asyncio.sleep(1)
-        assert await asked(call, 2) == 2
-
-
 async def test_a_client_that_reads_nothing_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "STUCK_S", 0.3)
     async with serving() as (echo, _, _, address), grpc.aio.insecure_channel(address) as channel:
+        assert await Stub(channel, drafter_pb2).Draft().code() is grpc.StatusCode.UNIMPLEMENTED  # without a link
         call = channel.stream_stream(f"/{SERVICE.full_name}/Link")()
         await call.write(b"".join(control_item(session=1, method="Draft")))
         for _ in range(8):
@@ -200,7 +172,7 @@ async def test_a_client_that_reads_nothing_loses_its_link(monkeypatch: pytest.Mo
 
 
 async def test_what_is_not_read_ends_its_session_alone() -> None:
-    async with linked() as (echo, _, _, stub):
+    async with linked() as (echo, stub):
         greedy, deaf, good = stub.Draft(), stub.Draft(), stub.Draft()
         for number in (408, *[1] * 600):
             deaf.send(saying(number))
@@ -212,26 +184,11 @@ async def test_what_is_not_read_ends_its_session_alone() -> None:
         await until(lambda: echo.open == 1)
 
 
-async def test_a_session_may_be_closed_before_it_begins() -> None:
-    async with linked() as (echo, _, _, stub):
-        for _ in range(20):
-            closed = stub.Draft(saying(1))
-            closed.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await closed.read()
-        assert await asked(stub.Draft(), 1) == 1
-        await until(lambda: echo.open == 1)
-
-
-async def test_a_session_without_a_link_is_refused() -> None:
-    async with serving() as (_, _, _, address), grpc.aio.insecure_channel(address) as channel:
-        assert await Stub(channel, drafter_pb2).Draft().code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_a_link_without_sessions_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "UNUSED_S", 0.5)
     before = asyncio.all_tasks()
-    async with linked() as (_, door, server, stub):
+    async with serving() as (_, door, server, address), Dialer().open(address) as channel:
+        stub = Stub(channel, drafter_pb2)
         call = stub.Draft()
         assert await asked(call, 1) == 1
         call.cancel()
@@ -243,12 +200,102 @@ async def test_a_link_without_sessions_ends(monkeypatch: pytest.MonkeyPatch) -> 
         await server.stop(10)
 
 
-async def test_what_fails_behind_the_last_message_ends_its_session() -> None:
-    inbox = link.Inbox()
-    listening = asyncio.create_task(inbox.listen(lambda _: setattr(inbox, "is_busy", True)))
+# --- admission: seats are handed on in order, and none is lost or given twice, whoever gives up at whatever moment ---
+
+
+CAPACITY = 3
+ACTS = st.one_of(
+    st.tuples(st.just("come"), st.integers(1, CAPACITY)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("leave"), st.integers(0, 20)),
+    st.tuples(st.just("turn"), st.integers(1, 3)),
+    st.tuples(st.just("sleep"), st.just(0)),
+)
+
+
+class Caller:
+    """One who wants some units, holds them until told to leave, and may be cancelled at any moment."""
+
+    def __init__(self, admission: Admission, units: int) -> None:
+        self.units, self.holds, self.left = units, False, asyncio.Event()
+        self.task = asyncio.create_task(self._run(admission))
+
+    async def _run(self, admission: Admission) -> None:
+        with contextlib.suppress(Overloaded):
+            async with admission.admit(self.units):
+                self.holds = True
+                try:
+                    await self.left.wait()
+                finally:
+                    self.holds = False
+
+
+async def _play(acts: list[tuple[str, int]]) -> None:
+    admission = Admission("seats", CAPACITY, queued=6, wait_s=0.001)
+    callers: list[Caller] = []
+    for act, number in acts:
+        if act == "come":
+            callers.append(Caller(admission, number))
+        elif act == "turn":
+            for _ in range(number):
+                await asyncio.sleep(0)
+        elif act == "sleep":
+            await asyncio.sleep(0.001)
+        elif callers and act == "cancel":
+            callers[number % len(callers)].task.cancel()
+        elif callers:
+            callers[number % len(callers)].left.set()
+        assert admission.used <= CAPACITY
+        assert sum(caller.units for caller in callers if caller.holds) <= admission.used
+    for caller in callers:
+        caller.left.set()
+    for outcome in await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True):
+        assert outcome is None or isinstance(outcome, asyncio.CancelledError)
+    assert admission.used == 0
+    async with admission.admit(CAPACITY):
+        assert admission.used == CAPACITY
+
+
+@given(st.lists(ACTS, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_no_interleaving_loses_a_seat_or_ends_in_another_error(acts: list[tuple[str, int]]) -> None:
+    without_waiting(_play)(acts)
+
+
+@without_waiting
+async def test_those_who_wait_are_served_in_order() -> None:
+    admission = Admission("seats", 2, queued=8, wait_s=5)
+    held = [Caller(admission, 1), Caller(admission, 1)]
     await asyncio.sleep(0)
-    inbox.put(b"a step")
-    inbox.end()  # the client writes no more, and waits for the answer
-    inbox.end(InvalidField("step", "is stale"))
-    with pytest.raises(InvalidField, match="is stale"):
-        await asyncio.wait_for(listening, 5)
+    large, small = Caller(admission, 2), Caller(admission, 1)
+    held[0].left.set()
+    await asyncio.sleep(0.01)
+    assert [large.holds, small.holds] == [False, False]  # the small one does not overtake
+    held[1].left.set()
+    await asyncio.sleep(0.01)
+    assert [large.holds, small.holds] == [True, False]
+    large.left.set()
+    await asyncio.sleep(0.01)
+    assert small.holds
+    small.left.set()
+    await asyncio.gather(*(caller.task for caller in (*held, large, small)))
+
+
+@without_waiting
+async def test_those_who_are_refused_come_back_as_fast_as_places_become_free() -> None:
+    """However many they are: what they are told is spread over time, a few of them for each place."""
+    held_s, capacity = 0.2, 4
+    admission = Admission("seats", capacity, queued=0, wait_s=1)
+    async with admission.admit():
+        await asyncio.sleep(held_s)
+    callers, hints = [Caller(admission, 1) for _ in range(capacity)], list[float]()
+    await asyncio.sleep(0)
+    for _ in range(440):
+        with pytest.raises(Overloaded) as refused:
+            admission.check()
+        hints.append(refused.value.retry_after_s)
+    assert hints[39] - hints[0] == pytest.approx(39 * held_s / capacity / 4, rel=0.2)
+    assert max(hints) <= 0.1 + 4 * 1.5 * held_s  # nobody needs to wait for more than a few turns
+    for caller in callers:
+        caller.left.set()
+    await asyncio.gather(*(caller.task for caller in callers))

@@ -1,9 +1,10 @@
-"""The `lm` head on tiny random models: what it drafts is the model's own opinion, alone or together, early or late."""
+"""The lm head on tiny random models: what it drafts is the model's own opinion; the contract of every kind."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,22 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from coppice.config.sections import DrafterSettings
+from coppice.config.sections import HEAD_KINDS, TRAINED_KINDS, DrafterSettings
 from coppice.engine.engine import ForwardOutput
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Growth, build_head, served_head
+from coppice.heads.base import DraftJob, Growth, Head, build_head, served_head
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead, common_width, tokenizer_hash
+from coppice.heads.ngram import NgramHead
 from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.tree import DraftTree
+from coppice.speculation.tree import DraftTree, TreeError
+from coppice.testing import HeadContract
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import Slow, Tokens, assert_same, drafted
+from tests.tiny import add_mtp, make_target
+from tests.unit.test_feature_heads import VOCAB as HEADS_VOCAB
+from tests.unit.test_feature_heads import Slow, Tokens, assert_same, drafted, save_random
 
 VOCAB = 120
 TINY_TARGET = {"vocab": VOCAB, "max_len": 640, "tokenizer": False}
@@ -114,7 +118,7 @@ def is_the_models(
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (WARM, True)])
+@pytest.mark.parametrize(("sampling", "coupled"), [(GREEDY, True), (SAMPLED, False), (WARM, True)])
 def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
     head: LanguageModelHead, model: Any, sampling: SamplingParams, coupled: bool, budget: int
 ) -> None:
@@ -126,12 +130,10 @@ def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
 
 def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
     make_target(tmp_path, VOCAB, max_len=64, window=3, tokenizer=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     head = LanguageModelHead(DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6))
     ids = some_ids(11)
     job = DraftJob(opened(head, 0, ids), 5, len(ids), 40, GREEDY)
-    assert draft(head, job).depths().max() > 3
-    is_the_models(head, model, ids, job, 3, 6)
+    is_the_models(head, AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids, job, 3, 6)
 
 
 def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,30 +199,14 @@ def test_q_rows_are_what_the_chains_tokens_were_sampled_from(head: LanguageModel
 def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     head = heads()
     monkeypatch.setattr(head, "max_context", 20)
-    opened(head, 0, some_ids(14))
-    opened(head, 1, some_ids(15))
-    opened(head, 2, some_ids(300))
-    jobs = [DraftJob(key, 3, length, 9, GREEDY) for key, length in ((0, 14), (1, 15), (2, 300))]
+    lengths = (14, 15, 300)
+    jobs = [DraftJob(opened(head, key, some_ids(length)), 3, length, 9, GREEDY) for key, length in enumerate(lengths)]
     assert [len(growth.nodes) for growth in drafts(head, jobs)] == [9, 0, 0]
     head.advance(0, Advance([3, 4]))
     assert len(draft(head, DraftJob(0, 3, 16, 9, GREEDY))) == 0
     for key in range(3):
         head.close(key)
     is_empty(head.engine.pool)
-
-
-@pytest.mark.parametrize("width", [50, 9999])
-def test_wider_heads_draft_the_targets_ids(
-    width: int, heads: Any, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coppice.heads.lm.common_width", lambda *_: width)
-    head = heads(target=str(target), name=f"for {width}")
-    assert head.description.vocab_size == width
-    opened(head, 0, [1, 2, 3])
-    tree = draft(head, DraftJob(0, 4, 3, 64, GREEDY))
-    assert len(tree) > 0
-    assert tree.tokens.max() < min(width, VOCAB)
-    head.close(0)
 
 
 def test_without_kv_room_opening_is_refused_and_drafting_is_left_out(heads: Any) -> None:
@@ -239,41 +225,28 @@ def test_without_kv_room_opening_is_refused_and_drafting_is_left_out(heads: Any)
     is_empty(head.engine.pool)
 
 
-def with_vocabulary(folder: Path, width: int, tokens: int, first: str = "a") -> Path:
-    """A draft model's folder of which only configuration and tokenizer count: ids 0.. are first, first+1, ..."""
+def with_vocabulary(folder: Path, width: int, *marks: str, first: str = "a") -> Path:
+    """A draft model's folder of which only configuration and tokenizer count: 20 ids are first, first+1, ..., marks."""
     folder.mkdir()
     MistralConfig(vocab_size=width).save_pretrained(folder)
-    vocab = {chr(ord(first) + at): at for at in range(tokens)}
-    Codec(BPE(vocab=vocab, merges=[])).save(str(folder / "tokenizer.json"))
+    codec = Codec(BPE(vocab={chr(ord(first) + at): at for at in range(20)}, merges=[]))
+    codec.add_special_tokens(list(marks))
+    codec.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def with_marks(folder: Path, *marks: str) -> None:
-    """Add tokens behind the others to a folder's tokenizer."""
-    codec = Codec.from_file(str(folder / "tokenizer.json"))
-    codec.add_special_tokens(list(marks))
-    codec.save(str(folder / "tokenizer.json"))
-
-
 def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    target = with_vocabulary(tmp_path / "target", 24, 20)
-    same = with_vocabulary(tmp_path / "same", 24, 20)
-    padded = with_vocabulary(tmp_path / "padded", 21, 20)
-    other = with_vocabulary(tmp_path / "other", 24, 20, "b")
-    with_marks(target, "<user>", "<end>")
-    with_marks(same, "<user>")
-    with_marks(padded, "<user>", "<stop>")
-    swapped = with_vocabulary(tmp_path / "swapped", 24, 20)
-    with_marks(swapped, "<end>", "<user>")
+    target = with_vocabulary(tmp_path / "target", 24, "<user>", "<end>")
+    same = with_vocabulary(tmp_path / "same", 24, "<user>")
+    padded = with_vocabulary(tmp_path / "padded", 21, "<user>", "<stop>")
+    other = with_vocabulary(tmp_path / "other", 24, first="b")
+    swapped = with_vocabulary(tmp_path / "swapped", 24, "<end>", "<user>")
     assert [common_width(folder, target) for folder in (same, padded)] == [24, 24]
     with pytest.raises(InvalidField, match=r"they differ in token '<end>', id 20$"):
         common_width(swapped, target)
     with pytest.raises(InvalidField, match=r"tokenizer is not the target's: they differ in token 'a', id 0$"):
         build_head(DrafterSettings(kind="lm", path=str(other), target=str(target)))
     assert tokenizer_hash(other) != tokenizer_hash(target)
-    (same / "config.json").write_text("{}")
-    with pytest.raises(InvalidField, match=r"drafter.path: .*same holds no model \(config.json has no model_type"):
-        build_head(DrafterSettings(kind="lm", path=str(same), target=str(target)))
     (padded / "tokenizer.json").unlink()
     assert tokenizer_hash(padded) == b""
     with pytest.raises(InvalidField, match="vocab_size is 21, the target's is 24"), capture_logs() as logs:
@@ -298,3 +271,113 @@ def test_a_draft_model_padded_otherwise_drafts_for_the_target(tmp_path: Path) ->
     assert not growth.q_rows[:, 260:].any()
     head.advance(0, Advance([298, 299]))
     assert len(draft(head, DraftJob(0, 7, 5, 9, GREEDY))) == 9
+
+
+# --- the contract: every kind keeps it, and a head that breaks it is found ---
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, and heads of random weights by kind."""
+    folder = tmp_path_factory.mktemp("models")
+    add_mtp(make_target(folder / "target", HEADS_VOCAB, layers=8, tokenizer=False))
+    make_target(folder / "lm", HEADS_VOCAB, seed=1, tokenizer=False)
+    for kind in TRAINED_KINDS:
+        save_random(folder / kind, kind)
+    return folder
+
+
+class TestEveryKind(HeadContract):
+    """The contract, kept by the kinds of this package."""
+
+    vocab_size = HEADS_VOCAB
+
+    @pytest.fixture(autouse=True, params=HEAD_KINDS)
+    def of_a_kind(self, request: pytest.FixtureRequest, models: Path) -> None:
+        path = str(models / request.param) if (models / request.param).exists() else ""
+        target = str(models / "target")
+        small = {"top_k": 3, "depth": 3, "kv_tokens": 1024, "threads": 1}
+        self.settings = DrafterSettings(kind=request.param, path=path, target=target, **small)
+
+    def make_head(self) -> Head:
+        return build_head(self.settings)
+
+
+# --- heads that break it ---
+
+
+class _Deaf(NgramHead):
+    def advance(self, key: int, advance: Advance) -> None:
+        pass
+
+
+class _Clinging(NgramHead):
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        if key not in self._models:
+            yield from super().open(key, opening)
+
+    def close(self, key: int) -> None:
+        pass
+
+
+class _OneText(NgramHead):
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        yield from super().open(0, opening)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield from super().draft([replace(job, key=0) for job in jobs])
+
+
+class _Learning(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        for part in super().draft(jobs):
+            yield part
+            self._models[jobs[part[0].job].key].extend(part[0].nodes.tokens.tolist())
+
+
+class _Rising(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        for (grown,) in super().draft(jobs):
+            yield [replace(grown, nodes=replace(grown.nodes, log_probs=-1 / (1 + grown.nodes.depths()[1:])))]
+
+
+class _Seeded(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield from super().draft([replace(job, root=job.sampling.seed % 6) for job in jobs])
+
+
+class _Warm(NgramHead):
+    def warm_up(self) -> None:
+        self._depth = 1
+
+
+BROKEN = {
+    _Deaf: "a_session_that_advanced_drafts_as_a_fresh_one",
+    _Clinging: "a_closed_session_is_forgotten",
+    _OneText: "sessions_know_nothing_of_each_other",
+    _Learning: "drafting_leaves_no_trace",
+    _Rising: "trees_are_valid",
+    _Seeded: "greedy_drafts_know_no_seed",
+    _Warm: "drafting_leaves_no_trace",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_head_that_breaks_the_contract_is_found(broken: type[NgramHead], models: Path) -> None:
+    class Contract(HeadContract):
+        vocab_size = HEADS_VOCAB
+
+        def make_head(self) -> Head:
+            return broken(DrafterSettings(kind="bigram", target=str(models / "target")))
+
+    with pytest.raises((AssertionError, TreeError)):
+        getattr(Contract(), f"test_{BROKEN[broken]}")()
+
+
+def test_a_packages_builder_that_raises_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(settings: DrafterSettings) -> Head:
+        raise FileNotFoundError(2, "No such file", "table.json")
+
+    monkeypatch.setattr("coppice.heads.base.extension", lambda *_: build)
+    with pytest.raises(InvalidField, match=r"^drafter.kind: mine cannot be built: FileNotFoundError: .*table.json'$"):
+        build_head(DrafterSettings.model_construct(kind="mine"))

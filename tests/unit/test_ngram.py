@@ -26,7 +26,6 @@ from tests.reference import EDITS, EFFORT, SHARE, edited
 
 VOCAB = 12
 GREEDY = SamplingParams()
-KINDS = ("bigram", "lookup")
 
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
 
@@ -48,44 +47,26 @@ def grown(head: Head, key: int, root: int, at: int, budget: int = 31, params: Sa
 
 
 @settings(max_examples=60 * EFFORT, deadline=None)
-@given(
-    ids=texts,
-    prediction=texts,
-    root=st.integers(0, VOCAB - 1),
-    budget=st.integers(0, MAX_HEAD_NODES),
-    temperature=st.sampled_from([0.0, 1e-9, 0.3, 1.0, 10.0]),
-    coupled=st.booleans(),
-    chain=st.booleans(),
-)
+@given(texts, texts, st.integers(0, VOCAB - 1), st.integers(0, MAX_HEAD_NODES), st.sampled_from([0.0, 1e-9, 1.0, 10.0]))
 def test_every_predicted_tree_is_valid_its_scores_fall_and_its_places_are_of_the_prediction(
-    ids: list[int],
-    prediction: list[int],
-    root: int,
-    budget: int,
-    temperature: float,
-    coupled: bool,
-    chain: bool,
+    ids: list[int], prediction: list[int], root: int, budget: int, temperature: float
 ) -> None:
-    head = make_head(depth=5, top_k=1 if chain else 4)
+    head = make_head(depth=5, top_k=4)
     begin(head, 1, ids[:5], prediction)
     head.advance(1, Advance(ids[5:]))
-    job = DraftJob(1, root, len(ids), budget, SamplingParams(temperature=temperature, seed=3), coupled)
+    job = DraftJob(1, root, len(ids), budget, SamplingParams(temperature=temperature, seed=3))
     ((growth,),) = head.draft([job])
     tree = growth.nodes
     validate(tree, VOCAB, budget, MAX_TREE_DEPTH)
     scores = np.append(np.float32(0), tree.log_probs)
     assert (tree.log_probs <= scores[tree.parents]).all()
-    assert (tree.log_probs < 0).all()
     edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(edges)) == len(edges)
-    assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
+    assert max(Counter(tree.parents.tolist()).values(), default=0) <= 4
     places = (0, *growth.predicted)
     for (parent, token), place in zip(edges, growth.predicted, strict=True):
-        if place:
-            assert prediction[place - 1] == token
-            assert parent == 0 or places[parent] == place - 1
-    ((again,),) = head.draft([job])
-    assert again.predicted == growth.predicted
+        assert not place or prediction[place - 1] == token
+        assert not place or parent == 0 or places[parent] == place - 1
 
 
 def witten_bell(ids: list[int], previous: int, token: int) -> float:
@@ -114,7 +95,7 @@ def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) ->
         assert len(seen & candidates.keys()) == min(len(seen), ngram.FOLLOWERS) or len(seen) > ngram.FOLLOWERS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bigram", "lookup"])
 def test_weights_and_q_rows_that_cannot_be_made_are_refused_by_name(kind: str) -> None:
     with pytest.raises(InvalidField, match=r"drafter\.path.*base\.json"):
         make_head(kind, path="base.json")
@@ -208,22 +189,19 @@ def drafted(head: Head, salt: str, prompt: list[int]) -> DraftTree:
     return tree
 
 
-def text(number: int, length: int = 20) -> list[int]:
+def text(number: int) -> list[int]:
     """One of texts that share no token."""
-    return list(range(number * length, (number + 1) * length))
+    return list(range(number * 20, (number + 1) * 20))
 
 
-def test_a_text_is_drafted_again_to_its_end() -> None:
-    head = make_head(memory_tokens=1000)
-    said = text(0)
-    assert len(drafted(head, "a", said[:5])) == 0
-    head.close(2)
+def test_a_text_is_drafted_again_to_its_end_but_for_nobody_else() -> None:
+    head, said = make_head(memory_tokens=1000), text(0)
     say(head, said, "a")
     tree = drafted(head, "a", said[:5])
     assert tree.tokens.tolist() == said[5 : 5 + len(tree)]
     assert len(tree) > 6
     head.close(2)
-    for salt in ("b", ""):  # nobody else sees it
+    for salt in ("b", ""):
         assert len(drafted(head, salt, said[:5])) == 0
 
 
@@ -260,26 +238,6 @@ def test_the_salt_that_was_used_longest_ago_is_forgotten() -> None:
     assert len(drafted(head, "0", text(0)[:5])) > 0
     head.close(2)
     assert len(drafted(head, "1", text(0)[:5])) == 0
-
-
-def test_a_long_text_is_taken_in_by_chunks_and_its_end_kept() -> None:
-    head = make_head(memory_tokens=10 * ngram.CHUNK)
-    long = [n % MANY for n in range(0, 77 * 12 * ngram.CHUNK, 77)]
-    say(head, long, "a")
-    assert ngram.CHUNK < head.remembered <= 10 * ngram.CHUNK
-    assert begin(head, 2, [7, 8, 9], salt="a") >= 10
-
-
-@settings(max_examples=60 * EFFORT, deadline=None)
-@given(lengths=st.lists(st.integers(1, 90), max_size=60), most=st.integers(1, 300))
-def test_a_memory_is_bounded_in_tokens_and_parts_whatever_it_hears(lengths: list[int], most: int) -> None:
-    memory = ngram.Memory(most)
-    for length in lengths:
-        memory.add([1] * length)
-        assert memory.tokens == sum(len(block.ids) for block in memory.blocks) <= most
-        assert all(
-            len(newer.ids) + len(older.ids) > most // ngram.BLOCKS for newer, older in pairwise(list(memory.blocks))
-        )
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -360,24 +318,3 @@ def test_drafts_go_on_behind_edits(kind: str) -> None:
         begin(head, 1, PROMPT, edited(tuple(answer), kind, random.Random(seed)))
         taus.append(Decoded(head, 1, answer).tau)
     assert sum(taus) / len(taus) > 1 / SHARE / 2
-
-
-def test_of_equal_matches_the_next_one_is_followed() -> None:
-    head = make_head()
-    #                    0  1   2   3   4   5   6   7   8   9  10  11  12  13
-    begin(head, 1, PROMPT, [7, 20, 21, 9, 30, 31, 32, 33, 34, 9, 40, 41, 42, 43])
-    head.advance(1, Advance([7, 20, 21, 9, 30, 31, 99]))  # the text has left the prediction behind place 6
-    growth = grown(head, 1, 9, len(PROMPT) + 7)
-    places = {place for place, parent in zip(growth.predicted, growth.nodes.parents, strict=True) if parent == 0}
-    assert 11 in places  # behind the 9 that comes next
-    assert 5 not in places  # behind the first one
-
-
-def test_a_useless_prediction_soon_promises_little() -> None:
-    head, other, answer = make_head(), words(1), words(2)
-    begin(head, 1, PROMPT, other)
-    decoded = Decoded(head, 1, answer)
-    begin(head, 2, PROMPT)
-    without = Decoded(head, 2, answer)
-    assert sum(decoded.nodes[-50:]) < sum(without.nodes[-50:]) + 50 * 3
-    assert decoded.steps <= without.steps

@@ -92,7 +92,7 @@ def test_every_session_finds_the_kv_of_its_own_text(runs: bool, share: float) ->
     texts = [[choose.randrange(9) for _ in range(30)] for _ in range(3)]
     live: dict[int, tuple[Prefix, list[int]]] = {}
     reused = full = 0
-    for step in range(1500 * EFFORT):
+    for step in range(1000 * EFFORT):
         if live and choose.random() < 0.45:
             prefix, ids = live.pop(choose.choice(list(live)))
             assert np.array_equal(made.read(prefix, len(ids)), values(ids))
@@ -124,10 +124,10 @@ def test_every_session_finds_the_kv_of_its_own_text(runs: bool, share: float) ->
         made.cache.close(prefix)
     check_pool(made.pool)
     assert (made.pool.used_tokens, made.pool.free_tokens) == (0, 40 * SIZE)
-    assert reused > 1000
-    assert full > 5
+    assert reused > 500
+    assert full > 2
     assert made.count("hits_total") == reused
-    assert made.count("evictions_total") > 100
+    assert made.count("evictions_total") > 50
 
 
 @pytest.fixture
@@ -138,16 +138,6 @@ def cached() -> Cached:
 def ids_of(seed: int, length: int = 20) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(50) for _ in range(length)]
-
-
-def test_blocks_are_shared_where_there_is_no_room_for_copies(cached: Cached) -> None:
-    text = ids_of(1, 80)
-    first = cached.open(text, room=0)
-    second = cached.open([*text, 1], room=60)  # 15 blocks behind the 20 that are held; 20 are left
-    assert second.reused_tokens == 80
-    assert second.table.blocks[:20].tolist() == first.table.blocks.tolist()
-    cached.cache.close(first)
-    assert np.array_equal(cached.read(second, 81), values([*text, 1]))
 
 
 @pytest.mark.parametrize(
@@ -191,11 +181,10 @@ def test_what_was_used_longest_ago_is_given_up_first_and_a_text_from_its_end() -
 
 
 HELD, HIDDEN, ROWS = (4, 1, 7, 2), 6, 5
-CUTS = [HELD, (4,), (2,), (1, 7), (7, 4), (2, 7, 1, 4), (7, 7, 1)]
 
 
-def rows(dtype: type[np.generic] = np.float32) -> Numbers:
-    return (1000 * np.random.default_rng(3).normal(size=(ROWS, len(HELD) * HIDDEN))).astype(dtype)
+def rows() -> Numbers:
+    return np.random.default_rng(3).normal(size=(ROWS, len(HELD) * HIDDEN)).astype(np.float32)
 
 
 def part(rows: Numbers, layer: int) -> Numbers:
@@ -203,32 +192,23 @@ def part(rows: Numbers, layer: int) -> Numbers:
     return rows[:, at : at + HIDDEN]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int16])
-@pytest.mark.parametrize("wanted", CUTS)
-def test_the_columns_are_those_of_the_layers_in_order(dtype: type[np.generic], wanted: tuple[int, ...]) -> None:
-    session_rows = rows(dtype)
-    expected = np.concatenate([part(session_rows, layer) for layer in wanted], axis=1)
-    assert np.array_equal(columns(session_rows, HELD, wanted), expected)
-
-
-@pytest.mark.parametrize("wanted", [HELD, (2, 4)])
+@pytest.mark.parametrize("wanted", [HELD, (2, 4), (7, 7, 1)])
 def test_a_window_travels_in_parts_of_whole_rows(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
     rows = generator.normal(size=(200, len(HELD) * HIDDEN)).astype(np.float32)
+    whole = np.concatenate([part(rows, layer) for layer in wanted], axis=1)
+    assert np.array_equal(columns(rows, HELD, wanted), whole)
     monkeypatch.setattr("services.verifier.features.FEATURE_WINDOW", 90)
-    window = FeatureWindow()
+    window, row_bytes = FeatureWindow(), whole[0].nbytes
     for chunk in np.split(rows, np.cumsum(generator.integers(1, 15, 13))):
         window.append(chunk)
-    row_bytes = 4 * HIDDEN * len(wanted)
-    for start in (0, 120, 150, 199):
+    for start in (0, 150, 199):
         first, chunks = window.since(start, 200)
         assert first == max(start, 110)
-        for most in (1, 3 * row_bytes + 1, 7 * row_bytes, 1 << 20):
+        for most in (1, 3 * row_bytes + 1, 1 << 20):
             parts = list(packed(chunks, HELD, wanted, most))
-            expected = np.concatenate([part(rows, layer) for layer in wanted], axis=1)[first:]
-            assert b"".join(data for _, data in parts) == expected.tobytes()
-            assert [len(data) for _, data in parts] == [count * row_bytes for count, _ in parts]
-            assert all(len(data) <= max(most, row_bytes) for _, data in parts)
+            assert b"".join(data for _, data in parts) == whole[first:].tobytes()
+            assert all(len(data) == count * row_bytes <= max(most, row_bytes) for count, data in parts)
     for start, end in ((200, 201), (0, 110)):
         with pytest.raises(InvalidField, match="not in"):
             window.since(start, end)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import signal
 import time
@@ -60,7 +61,6 @@ FILES: dict[str, dict[str, Any]] = {
         "special_tokens_map.json": {"bos_token": "<s>", "additional_special_tokens": ["<image>"]},
         "chat_template.jinja": EVERY_TOKEN,
     },
-    "a template in the config": {"tokenizer_config.json": {"chat_template": "config {{ messages[0].content }}"}},
     "templates by name": {
         "tokenizer_config.json": {
             "chat_template": [
@@ -68,9 +68,6 @@ FILES: dict[str, dict[str, Any]] = {
                 {"name": "default", "template": "{{ messages[0].content }}"},
             ]
         }
-    },
-    "an object of templates": {
-        "tokenizer_config.json": {"chat_template": {"default": "object {{ messages[0].content }}", "rag": "no"}}
     },
 }
 
@@ -94,21 +91,18 @@ def same(path: Path, messages: Sequence[ChatMessage]) -> None:
     try:
         expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     except Exception as error:
-        reason = str(error)
-        with pytest.raises(InvalidField) as refused:
+        with pytest.raises(InvalidField, match=re.escape(str(error).partition("\n")[0])) as refused:
             ChatTemplate(path).render(messages)
         assert refused.value.field == "chat.messages"
-        assert reason.partition("\n")[0] in str(refused.value)
         return
-    assert ChatTemplate.source(path)
     assert ChatTemplate(path).render(messages) == expected
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
-def test_every_style_is_rendered_as_transformers_does(target: Path, tmp_path: Path, template: Path) -> None:
-    path = folder(target, tmp_path, template.read_bytes())
-    for messages in CONVERSATIONS.values():
-        same(path, messages)
+def test_every_style_is_rendered_as_transformers_does(target: Path, tmp_path: Path) -> None:
+    for file in TEMPLATES:
+        path = folder(target, tmp_path, file.read_bytes())
+        for messages in CONVERSATIONS.values():
+            same(path, messages)
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -135,9 +129,8 @@ def test_a_template_gets_tools_calls_and_names_of_its_own(target: Path, tmp_path
     assert ChatTemplate(path).render(turns("a", "b"), {"add_generation_prompt": False}).endswith("ab")
     go_on = {"add_generation_prompt": False, "continue_final_message": True}
     assert ChatTemplate(path).render(turns("a", "b \n"), go_on).endswith("ab \n")
-    for name in ("chat_template", "tokenize", "conversation", "return_dict"):
-        with pytest.raises(InvalidField, match=rf"^template_arguments: {name} is no argument"):
-            ChatTemplate(path).render(chat, {name: "x"})
+    with pytest.raises(InvalidField, match=r"^template_arguments: tokenize is no argument"):
+        ChatTemplate(path).render(chat, {"tokenize": "x"})
     assert ChatTemplate.source(path).startswith("{{ tools")
 
 
@@ -167,11 +160,8 @@ def processes() -> list[psutil.Process]:
 
 BROKEN: dict[str, str | bytes] = {
     "no end": "{% for m in messages %}",
-    "unknown tag": "{% do x %}",
-    "unknown filter": "{{ messages | nothing }}",
     "not UTF-8": b"caf\xe9",
     "wrong types": "{{ messages[0].content + 3 }}",
-    "no number": "{{ 1 // 0 }}",
     "another file": "{% include 'x' %}",
     "forbidden": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "no end of calls": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
@@ -182,19 +172,15 @@ BROKEN: dict[str, str | bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", [name for name in BROKEN if name not in ("memory", LOOPS)])
-def test_a_template_that_fails_refuses_chats(target: Path, tmp_path: Path, case: str) -> None:
-    with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used: \w+: [^\n]+$"):
-        ChatTemplate(folder(target, tmp_path, BROKEN[case])).render(turns("Hi"))
-
-
-@pytest.mark.parametrize("config", ['{"chat_template": ', '{"chat_template": "x", "bos_token": 3}', "[]"])
-def test_a_config_of_the_tokenizer_that_cannot_be_read_refuses_chats(target: Path, tmp_path: Path, config: str) -> None:
-    path = folder(target, tmp_path, None if "chat" in config else "x", **{"tokenizer_config.json": config})
-    assert ChatTemplate.source(path)
-    with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
-        ChatTemplate(path).render(turns("Hi"))
-    assert len(TextCodec(path).encode("Hi")) == 2
+def test_a_template_or_config_that_cannot_be_used_refuses_chats(target: Path, tmp_path: Path) -> None:
+    for template in (template for name, template in BROKEN.items() if name not in ("memory", LOOPS)):
+        with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used: \w+: [^\n]+$"):
+            ChatTemplate(folder(target, tmp_path, template)).render(turns("Hi"))
+    for config in ('{"chat_template": ', '{"chat_template": "x", "bos_token": 3}', "[]"):
+        path = folder(target, tmp_path, "x", **{"tokenizer_config.json": config})
+        with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
+            ChatTemplate(path).render(turns("Hi"))
+        assert len(TextCodec(path).encode("Hi")) == 2
 
 
 async def test_no_question_ends_the_tokenizers_process_or_stops_the_others(target: Path, tmp_path: Path) -> None:
@@ -217,23 +203,18 @@ async def test_no_question_ends_the_tokenizers_process_or_stops_the_others(targe
         assert [child.pid for child in processes()] == [process.pid]
 
 
-async def test_a_process_that_hangs_or_dies_costs_one_question_a_moment(target: Path) -> None:
-    """The faults encoder-stop and encoder-kill."""
-    async with encoder(target, answer_s=0.5) as encoding:
+async def test_a_process_that_hangs_or_dies_costs_one_question_a_moment(target: Path, tmp_path: Path) -> None:
+    """The faults encoder-stop and encoder-kill, and a template that computes for ever already while it is compiled."""
+    async with encoder(folder(target, tmp_path, "{{ 7 ** 99999999 % 7 }}"), answer_s=0.5) as encoding:
         ids = await encoding.encode(LONG)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             (process,) = processes()
             process.send_signal(number)
             assert await encoding.encode(LONG) == ids
             assert [child.pid for child in processes()] != [process.pid]
-
-
-async def test_a_template_that_cannot_be_interrupted_refuses_chats_alone(target: Path, tmp_path: Path) -> None:
-    """Already while it is compiled: constants are computed then."""
-    async with encoder(folder(target, tmp_path, "{{ 7 ** 99999999 % 7 }}"), answer_s=0.3) as encoding:
         with pytest.raises(InvalidField, match=r"^chat\.messages: this target's chat template does not end"):
             await encoding.encode(turns("x"))
-        assert len(await encoding.encode(LONG)) == len(LONG)
+        assert await encoding.encode(LONG) == ids
 
 
 async def test_a_chat_is_its_text_with_its_arguments_whatever_its_length(target: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Routing: head scores, what the text says about a tree, calibration, and the alarm about heads that draft badly."""
+"""Routing: head scores, what the text says about a tree, calibration, the alarm about heads that draft badly; and what
+policy auto chooses, on what it bases that, and what trying others costs.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from scipy.special import expit, logit
 
-from coppice.config.model import Expectation, read_expectation
+from coppice.config.model import read_expectation
 from coppice.errors import InvalidField
 from coppice.speculation.policy import UNION, Choice, route
 from coppice.speculation.tree import DraftTree, prune, union
-from coppice.training.losses import LEAST_TRIALS, expectation
+from coppice.training.losses import expectation
 from coppice.wire.common import Fence
 from coppice.wire.verifier import Verdict, VerifyTimings
 from orchestrator.heads import (
@@ -31,16 +33,6 @@ from orchestrator.loop import Step, step_trees
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
 
-def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    probs: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
-    return probs
-
-
-def logit(probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    logits: NDArray[np.float64] = np.log(probs / (1 - probs))
-    return logits
-
-
 def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curvature() -> None:
     rng = np.random.default_rng(9)
     calibration, fitted = Calibration(), np.array([1.0, 0.0])
@@ -51,10 +43,10 @@ def test_every_step_is_a_newton_step_of_the_logistic_loss_with_the_bounded_curva
         calibration.observe(list(zip(np.log(claimed), right, strict=True)))
         features = np.stack((logit(claimed), np.ones(4)), axis=1)
         precision = precision + (prior - precision) / 512 + features.T @ features / 4
-        fitted = fitted + np.linalg.solve(precision, features.T @ (right - sigmoid(features @ fitted)))
+        fitted = fitted + np.linalg.solve(precision, features.T @ (right - expit(features @ fitted)))
         np.testing.assert_allclose([calibration.scale, calibration.shift], fitted, rtol=1e-9)
         chain = calibration.of(DraftTree.chain(np.arange(4), np.cumsum(np.log(claimed))))
-        np.testing.assert_allclose(chain.log_probs, np.cumsum(np.log(sigmoid(features @ fitted))), rtol=1e-5)
+        np.testing.assert_allclose(chain.log_probs, np.cumsum(np.log(expit(features @ fitted))), rtol=1e-5)
     before, after = np.abs(claimed - 0.3).mean(), np.abs(np.exp(step_log_probs(chain)) - 0.3).mean()
     assert after < before / 2
 
@@ -80,7 +72,7 @@ def test_the_tree_of_the_best_mean_of_confidences_is_routed_to_and_an_empty_one_
 
 def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
     rng = np.random.default_rng(8)
-    for _ in range(2_000 * EFFORT):
+    for _ in range(1_000 * EFFORT):
         tree = random_tree(rng, vocab_size=3)
         text = tuple(rng.integers(0, 3, int(rng.integers(0, 5))).tolist())
         given = step_log_probs(tree)
@@ -161,21 +153,9 @@ def test_a_head_that_is_just_as_expected_is_never_suspected() -> None:
     """With a thousandfold higher rate of false alarms, so that a test which promises too much would be seen."""
     rng = np.random.default_rng(1)
     expected = [0.6, 0.5, 0.7]
-    alarms = [steps(AcceptanceWatch(expected, 1e-3), expected, 400, rng) < 400 for _ in range(300)]
+    alarms = [steps(AcceptanceWatch(expected, 1e-3), expected, 400, rng) < 400 for _ in range(200)]
     assert sum(alarms) <= 3  # the chance of more is below 1e-3
-    assert steps(AcceptanceWatch(expected), expected, 5_000, rng) == 5_000
-
-
-def test_a_bet_is_worth_no_more_than_it_costs() -> None:
-    """The mean of the evidence over all outcomes of six trials is at most 1: what Ville's inequality asks for."""
-    total = 0.0
-    for outcome in range(64):
-        watch = AcceptanceWatch([0.4])
-        hits = [bool(outcome >> at & 1) for at in range(6)]
-        for right in hits:
-            watch.observe([right])
-        total += np.prod([0.4 if right else 0.6 for right in hits]) * np.exp(watch.evidence)
-    assert total <= 1.0
+    assert steps(AcceptanceWatch(expected), expected, 2_000, rng) == 2_000
 
 
 @pytest.mark.parametrize(
@@ -184,7 +164,7 @@ def test_a_bet_is_worth_no_more_than_it_costs() -> None:
 )
 def test_a_head_that_collapses_is_found_in_time(expected: list[float], real: list[float], median: float) -> None:
     rng = np.random.default_rng(2)
-    assert np.median([steps(AcceptanceWatch(expected), real, 500, rng) for _ in range(200)]) <= median
+    assert np.median([steps(AcceptanceWatch(expected), real, 500, rng) for _ in range(60)]) <= median
 
 
 def test_a_push_begins_anew_and_earlier_drafts_do_not_count() -> None:
@@ -207,10 +187,6 @@ def test_what_is_expected_is_the_least_of_all_kinds_of_text(tmp_path: Path) -> N
     assert found.by_depth[0] == 0.3  # a text
     assert 0.69 < found.by_depth[1] < 0.75
     assert found.texts == {"code": (0.8, 0.75, 0.6897), "story": (0.53, 0.8032, 0.9)}
-    few = torch.tensor([[(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]])
-    assert expectation({"code": few}) == Expectation(texts={"code": (0.9655,)})
-    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
-    assert read_expectation(tmp_path).by_depth == ()
     (tmp_path / "config.json").write_text(json.dumps({"acceptance": found.model_dump()}))
     assert read_expectation(tmp_path) == found
     (tmp_path / "config.json").write_text('{"acceptance": {"by_depth": [2]}}')

@@ -4,10 +4,7 @@ as transformers and OpenAI have them.
 
 from __future__ import annotations
 
-import timeit
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,23 +34,19 @@ from coppice.speculation.sampling import (
     noise,
     uniform,
 )
-from tests.reference import EFFORT, dense, p_value
+from tests.reference import EFFORT, dense
 
-SEEDS = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
 PARAMS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=1.7, top_k=7),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.8, top_p=0.5, top_k=20),
-    SamplingParams(temperature=1.0, top_p=0.01),
-    SamplingParams(temperature=1.0, top_k=1),
     SamplingParams(temperature=2.0, top_k=10_000, top_p=0.99),
     SamplingParams(temperature=1.2, min_p=0.05),
     SamplingParams(temperature=0.7, top_k=30, top_p=0.9, min_p=0.2),
     SamplingParams(temperature=1.0, min_p=1.0),
 ]
-IDS = [f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}" for p in PARAMS]
 
 
 def random_logits(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
@@ -81,7 +74,7 @@ def test_the_hash_is_four_chained_finalisers(seed: int, position: int, ids: list
 def test_numpy_and_torch_agree_on_every_hash_and_on_noise() -> None:
     rng = np.random.default_rng(1)
     ids = np.sort(rng.integers(0, 2**18, 1_000 * EFFORT))
-    seeds = np.repeat(np.array([*SEEDS, rng.integers(0, 2**63)], np.uint64), 20)
+    seeds = np.repeat(np.array([0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 20)
     positions = rng.integers(0, 2**20, len(seeds))
     keys = sampling.position_keys(seeds.tolist(), [1] * len(seeds), positions)
     twins = torch_hashes(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(ids)).numpy().view(np.uint64)
@@ -104,7 +97,7 @@ def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("axis", ["seed", "position", "token", "stream"])
 def test_noise_is_gumbel_and_independent_along_every_axis(axis: str) -> None:
-    count = 25_000 * EFFORT
+    count = 10_000 * EFFORT
     if axis == "token":
         values = noise(3, 11, np.arange(count))
     else:
@@ -121,24 +114,7 @@ def test_noise_is_gumbel_and_independent_along_every_axis(axis: str) -> None:
         assert stats.chisquare(cells.ravel()).pvalue > 1e-3
 
 
-def test_accept_tests_are_uniform_and_independent_of_the_noise_at_their_position() -> None:
-    count = 12_000 * EFFORT
-    tests = np.array([uniform(3, position, ACCEPT_STREAM) for position in range(count)])
-    values = np.concatenate([noise(3, position, np.array([0])) for position in range(count)])
-    cells = np.histogram2d(tests, np.exp(-np.exp(-values)), bins=16, range=[[0, 1], [0, 1]])[0]
-    assert stats.chisquare(cells.ravel()).pvalue > 1e-3
-
-
 # Drawing.
-
-
-@pytest.mark.parametrize("params", PARAMS[:5], ids=IDS[:5])
-@pytest.mark.parametrize("axis", ["seed", "position"])
-def test_draw_samples_the_decoded_row_exactly(params: SamplingParams, axis: str) -> None:
-    row = decode_row(random_logits(np.random.default_rng(4), 30) / 3, params)
-    places = [(i, 7) if axis == "seed" else (7, i) for i in range(8_000 * EFFORT)]
-    counts = Counter(draw(*row, seed, position) for seed, position in places)
-    assert p_value(counts, dict(zip(row[0].tolist(), np.exp(row[1]).tolist(), strict=True))) > 1e-3
 
 
 def large_logits(rng: np.random.Generator, case: int) -> NDArray[np.float32]:
@@ -184,7 +160,7 @@ def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.fl
     return probs
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=IDS)
+@pytest.mark.parametrize("params", PARAMS)
 def test_decode_row_keeps_what_transformers_keeps_with_the_same_probabilities(params: SamplingParams) -> None:
     rng = np.random.default_rng(6)
     for case in range(50 * EFFORT):
@@ -241,13 +217,6 @@ def test_unusable_params_are_refused_by_name(field: str, value: Any) -> None:
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
-def test_params_are_values_that_can_be_keys() -> None:
-    one, same = SamplingParams(logit_bias={1: 2.0, 3: 4.0}), SamplingParams(logit_bias={3: 4.0, 1: 2.0})
-    assert {one: "a"}[same] == "a"
-    assert SamplingParams(logit_bias={1: 2.0}) != one
-    assert SamplingParams().with_defaults(1.3) == SamplingParams(repetition_penalty=1.3)
-
-
 def test_a_seed_is_drawn_once_unless_one_was_set() -> None:
     drawn = [SamplingParams(top_k=3).with_seed() for _ in range(9)]
     assert len({params.seed for params in drawn}) == 9
@@ -280,36 +249,8 @@ def adjusted(
 
 
 @settings(max_examples=100, deadline=None)
-@given(ids, ids, rows, biases, st.floats(0.5, 3))
-def test_bias_and_repetition_are_those_of_transformers(
-    prompt: list[int], answer: list[int], row: NDArray[np.float32], bias: dict[int, float], repetition: float
-) -> None:
-    text, scores = torch.tensor([[*prompt, *answer]]), torch.from_numpy(row.copy())[None]
-    if bias:
-        scores = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(text, scores)
-    if repetition != 1:
-        scores = RepetitionPenaltyLogitsProcessor(repetition)(text, scores)
-    params = SamplingParams(logit_bias=bias, repetition_penalty=repetition)
-    ours = adjusted(params, prompt, answer[:1], row, answer[1:])
-    assert np.array_equal(ours, scores[0].numpy())
-
-
-@settings(max_examples=100, deadline=None)
-@given(ids, ids, rows, penalty, penalty)
-def test_frequency_and_presence_are_those_of_openai(
-    prompt: list[int], answer: list[int], row: NDArray[np.float32], frequency: float, presence: float
-) -> None:
-    """mu[j] - c[j] * alpha_frequency - (c[j] > 0) * alpha_presence, c counting the answer."""
-    counts = Counter(answer)
-    expected = [mu - counts[j] * frequency - (counts[j] > 0) * presence for j, mu in enumerate(row.tolist())]
-    params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    ours = adjusted(params, prompt, answer, row, ())
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-4)
-
-
-@settings(max_examples=100, deadline=None)
-@given(ids, ids, rows, biases, st.none() | st.floats(0.5, 3), penalty, penalty)
-def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
+@given(ids, ids, rows, biases, st.none() | st.floats(0.5, 3), st.just(0.0) | penalty, st.just(0.0) | penalty)
+def test_bias_and_penalties_are_those_of_transformers_and_openai_however_much_of_the_text_is_a_path(
     prompt: list[int],
     answer: list[int],
     row: NDArray[np.float32],
@@ -318,23 +259,19 @@ def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
     frequency: float,
     presence: float,
 ) -> None:
+    """Behind transformers' processors mu[j] - c[j] * alpha_frequency - (c[j] > 0) * alpha_presence, c of the answer."""
+    text, scores = torch.tensor([[*prompt, *answer]]), torch.from_numpy(row.copy())[None]
+    if bias:
+        scores = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(text, scores)
+    if repetition not in (None, 1):
+        scores = RepetitionPenaltyLogitsProcessor(repetition)(text, scores)
+    counts = np.bincount(answer, minlength=VOCAB)
     params = SamplingParams(
         logit_bias=bias, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )
-    given_row = row.copy()
-    expected = adjusted(params, prompt, answer, row, ())
+    given_row, ours = row.copy(), adjusted(params, prompt, answer, row, ())
+    expected = scores[0].numpy() - frequency * counts - presence * (counts > 0)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=0 if frequency == presence == 0 else 1e-4)
     for split in range(len(answer)):
-        assert np.array_equal(adjusted(params, prompt, answer[:split], row, answer[split:]), expected)
+        assert np.array_equal(adjusted(params, prompt, answer[:split], row, answer[split:]), ours)
     assert np.array_equal(row, given_row)
-
-
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=1.0, min_p=0.5, top_k=3)])
-def test_nothing_is_counted_without_need(params: SamplingParams) -> None:
-    assert not Penalties(params, 3, VOCAB).change_rows
-
-
-def test_a_row_of_which_little_is_possible_takes_no_longer_than_a_whole_one() -> None:
-    whole, params = np.random.default_rng(0).standard_normal(262_144).astype(np.float32), SamplingParams(temperature=1)
-    masked = np.where(np.arange(len(whole)) < 12, whole, np.float32(-np.inf))  # as a grammar leaves it
-    seconds = [min(timeit.repeat(partial(draw_logits, row, params, 0), number=1, repeat=5)) for row in (masked, whole)]
-    assert seconds[0] < seconds[1]

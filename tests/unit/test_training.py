@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from coppice.config.model import read_tokenizer, warning_of
+from coppice.config.model import read_tokenizer
 from coppice.config.sections import TRAINED_KINDS, DrafterSettings
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
@@ -25,7 +25,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.training import losses
 from coppice.training.answers import Answer, TargetAnswers, draw, record_answers, repeats
 from coppice.training.data import MAX_EPOCHS, DataError, Domain, Reader, is_held_out, read_corpora
-from coppice.training.heads import Muon, Recipe, build_student, head_config
+from coppice.training.heads import Muon, build_student, head_config
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMaskedBlock, Text, save_random
 
@@ -44,20 +44,19 @@ def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_questions_bec
     assert len(corpus.train) + len(corpus.held_out) == 200
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("words", "NAME=GLOB"),
-        ("words=a.txt:heavy", "WEIGHT"),
-        ("words=a.txt:-1", "WEIGHT"),
-        ("words=no-such-*.txt", "no-such-"),
-    ],
-)
-def test_a_bad_data_line_is_an_error_that_names_it(line: str, named: str) -> None:
-    with pytest.raises(InvalidField, match=re.escape(named)) as caught:
-        read_corpora([line])
-    assert caught.value.field == "--data"
-    assert "words" in str(caught.value)
+def test_a_bad_data_line_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for line, named in {
+        "words": "NAME=GLOB",
+        "words=a.txt:heavy": "WEIGHT",
+        "words=a.txt:-1": "WEIGHT",
+        "words=no-such-*.txt": "no-such-",
+        "words=hf:ORG/NAME": "NAME=hf:ORG/NAME:SPLIT",
+        "words=hf:ORG/NAME:train": "pip install datasets",
+    }.items():
+        with pytest.raises(InvalidField, match=re.escape(named)) as caught:
+            read_corpora([line])
+        assert (caught.value.field, "words" in str(caught.value)) == ("--data", True)
 
 
 def test_no_corpus_is_read_more_than_eight_times_and_weights_share_the_rows() -> None:
@@ -68,17 +67,7 @@ def test_no_corpus_is_read_more_than_eight_times_and_weights_share_the_rows() ->
     assert reader.drawn["small"] == reader.drawn["large"] == 320
     while reader.next_row(16) is not None:
         pass
-    assert {name: drawn / reader.usable[name] for name, drawn in reader.drawn.items()} == dict.fromkeys(
-        ("small", "large"), MAX_EPOCHS
-    )
-
-
-def test_an_epoch_reads_every_window_once() -> None:
-    ids = np.arange(1001)
-    reader = Reader([Domain("all", 1.0, ids, ids[:0])], seed=1, block=20)
-    rows = [row.tolist() for row in (reader.next_row(20) for _ in range(50)) if row is not None]
-    assert sorted(rows) == [list(range(start, start + 21)) for start in range(0, 1000, 20)]
-    assert rows != sorted(rows)
+    assert all(drawn == MAX_EPOCHS * reader.usable[name] for name, drawn in reader.drawn.items())
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
@@ -97,27 +86,13 @@ def test_muon_in_float32_goes_where_torchs_goes(shape: tuple[int, int]) -> None:
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_the_rate_rises_and_falls_to_zero_and_the_last_rows_are_long() -> None:
-    recipe = Recipe(tokens=1_000_000)
-    rates = [recipe.rate(seen) for seen in (0, 20_000, 500_000, 1_000_000)]
-    assert rates[0] < 0.1
-    assert rates[1:] == pytest.approx([1, 0.5, 0], abs=0.01)
-    assert [recipe.shape(seen) for seen in (0, 900_000)] == [(2, 256), (1, 512)]
-
-
+TURNS = ("system", "be short"), ("human", "first"), ("gpt", "an answer"), ("human", "second"), ("gpt", "another one")
 CHATS = [
-    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "no"}]} for n in range(60)
-] + [
-    {
-        "conversations": [
-            {"from": "system", "value": "be short"},
-            {"from": "human", "value": f"first {n}"},
-            {"from": "gpt", "value": "an answer"},
-            {"from": "human", "value": f"second {n}"},
-            {"from": "gpt", "value": "another one"},
-        ]
-    }
-    for n in range(60)
+    *(
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "no"}]}
+        for n in range(60)
+    ),
+    *({"conversations": [{"from": who, "value": f"{said} {n}"} for who, said in TURNS]} for n in range(60)),
 ]
 
 
@@ -128,8 +103,8 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", **plan)
     tokenizer = read_tokenizer(folder)
     prompts = {f"user: say {n}\nassistant:" for n in range(60)}
-    prompts |= {f"system: be short\nuser: first {n}\nassistant:" for n in range(60)}
-    ends = {f"assistant: an answer\nuser: second {n}\nassistant:" for n in range(60)}
+    prompts |= {f"system: be short {n}\nuser: first {n}\nassistant:" for n in range(60)}
+    ends = {f"assistant: an answer {n}\nuser: second {n}\nassistant:" for n in range(60)}
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers.ids().view(-1, 128).tolist()]
     assert all(re.match(r".*\nassistant:(?! an answer\nuser)", text, re.DOTALL) for text in texts)
     found = [next((p for p in prompts if text.startswith(p)), "") for text in texts]
@@ -144,20 +119,10 @@ def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(t
     assert not held & {text.split("|")[1] for text in corpus.train if "|" in text}
 
 
-def test_the_end_of_a_long_prompt_is_read_and_no_more_than_half_a_text(tmp_path: Path) -> None:
-    path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target")
-    rows = [{"messages": [{"role": "user", "content": f"{'long ' * 50}{n}"}]} for n in range(60)]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    plan = {"tokens": 256, "length": 64}
-    answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", **plan)
-    begun = [read_tokenizer(folder).decode(ids[:32]) for ids in answers.ids().view(4, 64).tolist()]
-    assert all(re.search(r"long \d+\nassistant:$", text) for text in begun), begun
-
-
-@pytest.mark.parametrize("vocabulary", [7, 1000])
+@pytest.mark.parametrize("vocabulary", [7, 100])
 def test_what_is_drawn_has_the_law_of_its_temperature(vocabulary: int) -> None:
     noise = torch.Generator().manual_seed(vocabulary)
-    logits, draws = 2 * torch.randn(1, vocabulary, generator=noise), 20_000
+    logits, draws = 2 * torch.randn(1, vocabulary, generator=noise), 10_000
     for heat in (1.0, 0.7):
         drawn = draw(logits.repeat(draws, 1), torch.tensor([heat, 0.0]).repeat(draws // 2), noise).view(-1, 2)
         law = (logits[0] / heat).softmax(-1)
@@ -166,29 +131,9 @@ def test_what_is_drawn_has_the_law_of_its_temperature(vocabulary: int) -> None:
         assert (drawn[:, 1] == logits.argmax()).all()
 
 
-@pytest.mark.parametrize(
-    ("ids", "loops"),
-    [
-        ([5] * 49, True),
-        ([5] * 48, False),
-        ([*range(48)] * 3, True),
-        ([*range(48)] * 2, False),
-        ([7, *[1, 2, 3] * 17], True),
-        ([*[1, 2, 3] * 17, 7], False),
-        ([*range(49)] * 3, False),
-        ([], False),
-    ],
-)
-def test_an_answer_that_repeats_itself_is_noticed(ids: list[int], loops: bool) -> None:
-    assert repeats(ids) is loops
-
-
-def test_a_data_set_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidField, match=r"'chat=hf:ORG/NAME': expected .*NAME=hf:ORG/NAME:SPLIT"):
-        read_corpora(["chat=hf:ORG/NAME"])
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InvalidField, match=r"by the package datasets: pip install datasets$"):
-        read_corpora(["chat=hf:ORG/NAME:train"])
+def test_an_answer_that_repeats_itself_is_noticed() -> None:
+    assert all(map(repeats, ([5] * 49, [*range(48)] * 3, [7, *[1, 2, 3] * 17])))
+    assert not any(map(repeats, ([5] * 48, [*range(48)] * 2, [*[1, 2, 3] * 17, 7], [*range(49)] * 3, [])))
 
 
 def refuse(messages: object) -> str:
@@ -201,11 +146,9 @@ def refuse(messages: object) -> str:
         ([{"messages": []}], str, "line 1: field 'messages' has no message of a user"),
         ([{"messages": "hello"}], str, "line 1: field 'messages' must be a list of messages"),
         ([{"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}], str, "message 2 has no role"),
-        ([{"conversations": [{"from": "gpt", "value": "a"}]}], str, "'conversations' has no message of a user"),
         (CHATS[:1], refuse, "words=.*: the target's chat template: roles must alternate$"),
         (CHATS[:1], None, "chats teach heads"),
         ([*CHATS[:1], {"text": "words"}], str, "holds chats and texts"),
-        ([{"text": "words"}, {"prompt": "say "}], None, "holds texts and prompts"),
         ([{"nothing": 1}], str, "none of the fields messages, conversations, text"),
         ([{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": 3}], str, "line 2: field 'answer'"),
     ],
@@ -218,15 +161,6 @@ def test_unusable_chats_are_errors_with_their_place(
     with pytest.raises(InvalidField, match=why) as caught:
         read_corpora([f"words={path}"], render)
     assert caught.value.field == "--data"
-
-
-@pytest.mark.parametrize(
-    ("texts", "warns"), [({}, False), ({"chat": [0.02, 0.0]}, True), ({"chat": [0.0], "code": [0.5, 0.5]}, False)]
-)
-def test_a_head_that_does_not_pay_is_warned_of(texts: dict[str, list[float]], warns: bool, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"acceptance": {"texts": texts}}))
-    assert warning_of(tmp_path) == ("expected tau 1.02: drafting with it costs time" if warns else "")
-    assert warning_of(tmp_path / "nowhere") == ""
 
 
 # --- what a block sees in training is what it sees when it serves, and the losses say what heads would draft ---
@@ -408,11 +342,6 @@ def test_gradients_reach_what_they_should(specblock: Lesson, target: Path, tmp_p
     assert all(p.grad is not None and bool(p.grad.any()) for p in learner.parameters())
 
 
-def test_buckets_are_those_of_the_paper() -> None:
-    logits = torch.arange(20, 0, -1).float().expand(20, -1)
-    assert losses.bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
-
-
 def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     """Recorded ids, features and states against Hugging Face's own forward; recording goes on where it stopped."""
     folder = make_target(tmp_path / "target", layers=8, hidden=HIDDEN)
@@ -442,24 +371,12 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     end = read.ids[1].tolist().index(0)
     said = model(read.ids).logits[1].argmax(-1)  # the second text is greedy
     assert torch.equal(said[end - 21 : end - 1], read.ids[1, end - 20 : end])
-    assert torch.equal(answers.ids()[:128], read.ids[0])
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
     more = record_answers(lines, folder, tmp_path / "lessons", **plan | {"tokens": 1024})
     assert len(more.domains[0].train) == 1024
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
     assert before.items() < after.items()
-    with pytest.raises(DataError, match="holds target answers made from"):
-        record_answers(lines, folder, tmp_path / "lessons", **plan, seed=1)
     with pytest.raises(DataError, match=r"holds target answers made from .*'layers': \[2, 4, 5\].*'layers': \[5, 1\]"):
         record_answers(lines, folder, tmp_path / "lessons", **plan, layers=(5, 1))
     with pytest.raises(InvalidField, match=r"--layers: 8 is not among 0\.\.7"):
         record_answers(lines, folder, tmp_path / "other", **plan, layers=(8,))
-    checked(record_answers(lines, folder, tmp_path / "other", **plan, layers=(5, 1)), (5, 1))
-
-
-def test_documents_too_few_to_hold_one_out_are_an_error_before_anything_is_recorded(tmp_path: Path) -> None:
-    folder, text = make_target(tmp_path / "target", layers=8, hidden=HIDDEN), tmp_path / "few.txt"
-    text.write_text(next(words for words in ("one two", "three four") if not is_held_out(words)))
-    with pytest.raises(DataError, match=r"--data: too few documents.*only 0 of words .1 of one"):
-        record_answers([f"words={text}"], folder, tmp_path / "lessons", 512)
-    assert not list((tmp_path / "lessons").glob("*.safetensors"))

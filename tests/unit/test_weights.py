@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,13 +76,6 @@ def test_the_hash_is_the_documented_one_whatever_the_order_and_the_dtype(first: 
     assert Weights.of(turned).hash == first.hash
 
 
-def test_changed_weights_have_the_hash_of_all_their_tensors_and_share_the_others(first: Weights) -> None:
-    after = altered(first, 5, ["norm.weight"])
-    assert (after.version, after.hash) == (1, Weights.of(after.tensors).hash)
-    assert after.differing(first) == first.differing(after) == ["norm.weight"]
-    assert all(after.tensors[name] is first.tensors[name] for name in first.tensors if name != "norm.weight")
-
-
 # What is sent.
 
 
@@ -115,7 +109,7 @@ def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announ
             finished(case.good.with_file(junk), case)
     generator, file = np.random.default_rng(0), case.good.file
     header = 8 + int.from_bytes(file[:8], "little")
-    for number in range(200):
+    for number in range(100):
         spoiled = bytearray(file)
         if number % 10 == 0:
             del spoiled[generator.integers(len(file)) :]
@@ -127,14 +121,10 @@ def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announ
 
 
 def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new_number(case: Case) -> None:
-    retry = Push.of(case.head, case.first, case.live)
-    assert Staging(retry.header, case.holder).in_use
+    assert Staging(Push.of(case.head, case.first, case.live).header, case.holder).in_use
     back = case.first.changed({}, 3)
-    assert finished(Push.of(case.head, case.live, back), case).hash == case.first.hash
-    of_nothing = Push.of(case.head, case.first, back)  # relative to the checkpoint nothing is changed
-    assert load(of_nothing.file) == {}
-    assert finished(of_nothing, case).hash == case.first.hash
-    assert finished(Push.of(case.head, case.first, case.new), case).hash == case.new.hash
+    for parent, weights in ((case.live, back), (case.first, back), (case.first, case.new)):
+        assert finished(Push.of(case.head, parent, weights), case).hash == weights.hash
 
 
 # Heads.
@@ -257,33 +247,18 @@ def test_a_push_without_the_variant_takes_it_away(folders: tuple[str, Path, Path
     assert before[0] != after[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "field"),
-    [
-        (variant_name(MAX_VARIANTS + 1, "norm.weight"), None, "tensors.variants.5.norm.weight"),
-        (variant_name(1, "nothing"), None, "tensors.variants.1.nothing"),
-        (variant_name(1, ROUTES), None, "tensors.variants.1.routes"),
-        (ROUTES, [1.0, 2, 0.5], "tensors.routes"),
-        (ROUTES, [1.0, 0, 1.5], "tensors.routes"),
-        (ROUTES, [-1.0, 0, 0.5], "tensors.routes"),
-        (ROUTES, [1.0, 0.5, 0.5], "tensors.routes"),
-    ],
-)
-def test_impossible_tensors_are_refused(
-    folders: tuple[str, Path, Path], name: str, values: list[float] | None, field: str
-) -> None:
-    (head,) = heads(folders, 1)
-    first = head.weights
-    if values is None:
-        pushed = first.changed({name: first.tensors["norm.weight"]}, 1)
-    else:
-        tensor = Routes().tensor()
-        tensor[0, :3] = torch.tensor(values)
-        pushed = first.changed({ROUTES: tensor}, 1)
-    with pytest.raises(CoppiceError) as refused:
-        swap(head, pushed)
-    assert isinstance(refused.value, InvalidField)
-    assert refused.value.field == field
+def test_impossible_tensors_are_refused(target: Path, tmp_path: Path) -> None:
+    head, _ = build("eagle3", save_random(tmp_path, "eagle3"), target)
+    first, cases = head.weights, []
+    for name in (variant_name(MAX_VARIANTS + 1, "norm.weight"), variant_name(1, "nothing"), variant_name(1, ROUTES)):
+        cases.append((name, first.tensors["norm.weight"]))
+    for values in ([1.0, 2, 0.5], [1.0, 0, 1.5], [-1.0, 0, 0.5], [1.0, 0.5, 0.5]):
+        cases.append((ROUTES, Routes().tensor()))
+        cases[-1][1][0, :3] = torch.tensor(values)
+    for name, tensor in cases:
+        with pytest.raises(InvalidField) as refused:
+            swap(head, first.changed({name: tensor}, 1))
+        assert refused.value.field == f"tensors.{name}"
     assert head.description.weights_version == 0
 
 
@@ -295,24 +270,13 @@ def test_routes_are_read_as_they_were_written() -> None:
     assert Routes.of({"a": torch.zeros(2)}).choose(np.ones(SKETCH, np.float32), "s") == (0, 0)
 
 
-def test_a_share_of_the_texts_of_a_kind_gets_its_variant_and_every_session_the_same_again() -> None:
+def test_a_share_of_the_texts_of_a_kind_gets_its_variant() -> None:
     sketch = np.eye(SKETCH, dtype=np.float32)[0]
     routes = Routes([Route(tuple(sketch.tolist()), 0.5, 1, 0.25)])
-    chosen = [routes.choose(sketch, f"session-{number}") for number in range(4000)]
-    assert chosen == [routes.choose(sketch, f"session-{number}") for number in range(4000)]
+    chosen = [routes.choose(sketch, f"session-{number}") for number in range(2000)]
     assert {kind for kind, _ in chosen} == {1}
-    assert np.mean([variant for _, variant in chosen]) == pytest.approx(0.25, abs=0.03)
+    assert np.mean([variant for _, variant in chosen]) == pytest.approx(0.25, abs=0.04)
     assert routes.choose(-sketch, "session-1") == (0, 0)
-
-
-def test_sketches_keep_the_distances_of_what_they_are_made_of() -> None:
-    torch.manual_seed(0)
-    kinds = torch.randn(3, 1, 768)
-    texts = kinds + 0.7 * torch.randn(3, 50, 768)
-    sketches = np.array([[sketch_of(text[None]) for text in kind] for kind in texts])
-    centroids = sketches[:, :25].mean(1)
-    nearest = np.square(sketches[:, 25:, None] - centroids).sum(-1).argmin(-1)
-    assert (nearest == np.arange(3)[:, None]).all()
 
 
 # --- misses: what a head says, against a full forward along the text for each node ---
@@ -354,23 +318,14 @@ def test_misses_at_every_node_of_a_draft_are_those_of_a_full_forward(
         drafted(head, [DraftJob(1, text.ids[5], 5, 31, GREEDY), job])
         end = 10 + len(path)
         miss = head.advance(0, Advance([text.ids[9], *path], text.inline(9, end), rejection(end, token)))
-        assert miss is not None
         assert miss == pytest.approx(slow_miss(slow, path, token), abs=1e-4)
         assert miss == 1.0 or token in slow.ids.tolist()
         head.close(0)
         head.close(1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_miss_before_the_end_of_the_committed_path_is_found(kind: str, target: Path, tmp_path: Path) -> None:
-    """Under merge another head's nodes may lead on behind this head's first miss."""
-    head, slow = build(kind, save_random(tmp_path, kind), target)
-    text = Text.random(40, 1)
-    opened(head, 0, text, 9, misses=True)
-    drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])
-    slow.tree(text, 0, DraftJob(0, text.ids[9], 9, 31, GREEDY))
+    # Under merge another head's nodes may lead on behind this head's first miss.
+    opened(head, 0, text, 9, 2, misses=True)
+    drafted(head, [job])
     miss = head.advance(0, Advance(text.ids[9:14], text.inline(9, 14), rejection(10, text.ids[10])))
-    assert miss is not None
     assert miss == pytest.approx(slow_miss(slow, (), text.ids[10]), abs=1e-4)
 
 
@@ -390,11 +345,8 @@ def test_a_head_that_no_longer_knows_says_nothing(kind: str, target: Path, tmp_p
         return found is not None
 
     assert after()
-    assert not after(draft=False)
-    assert not after(misses=False)
-    assert not after(position=9)
-    assert not after(position=13)
-    assert not after(root=(text.ids[9] + 1) % VOCAB)
+    unknown: list[Any] = [{"draft": False}, {"misses": False}, {"position": 9}, {"position": 13}]
+    assert not any(after(**case) for case in (*unknown, {"root": (text.ids[9] + 1) % VOCAB}))
     opened(head, 0, text, 9, misses=True)
     drafted(head, [job])
     assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12))) is None  # no rejection
