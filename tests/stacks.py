@@ -12,6 +12,7 @@ from typing import Any
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.telemetry import metric
 from coppice.wire.generation import Chunk
 
 BLOW_AT = 20  # tokens of an answer behind which it is interrupted
@@ -41,6 +42,17 @@ def serving(
     assert not running.intersection(stack.unclean)
 
 
+def serving_now(stack: Stack) -> list[str]:
+    """Names of the verifiers that have a session."""
+    running = [name for name, ready in stack.services.items() if ready.role == "verifier"]
+    pages = {name: stack.services[name].metrics for name in running if stack.processes[name].exit_code is None}
+    counts = {
+        name: [metric(page, f"coppice_verifier_sessions_{what}_total") for what in ("opened", "closed")]
+        for name, page in pages.items()
+    }
+    return [name for name, (opened, closed) in counts.items() if opened > closed]
+
+
 def interrupted(client: Client, prompt: Sequence[int], blow: Callable[[], object], **options: Any) -> tuple[int, ...]:
     """An answer in whose middle something happens."""
     ids: list[int] = []
@@ -59,7 +71,7 @@ def up(
     ready: Path,
     environment: Mapping[str, str] | None = None,
     http_port: int = 0,
-    ready_s: float = 60,
+    ready_s: float = 180,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a command that ends in `up ...`, on free ports, until the block ends; gives it once `ready` is written.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +33,6 @@ def make_target(
     dtype: torch.dtype = torch.float32,
     window: int = 0,
     gemma: bool = False,
-    special: Sequence[str] = (),
 ) -> Path:
     """Write a random Llama with `vocab` logits into `folder` and return it. Id 0 ends a text, 1 to 256 are bytes.
 
@@ -63,18 +61,17 @@ def make_target(
         model = AutoModelForCausalLM.from_config(config)
     model.to(dtype).save_pretrained(folder)
     if tokenizer:
-        make_tokenizer(folder, max_len, CHAT_TEMPLATE if chat else None, special)
+        make_tokenizer(folder, max_len, CHAT_TEMPLATE if chat else None)
     return folder
 
 
-def make_tokenizer(folder: Path, max_len: int, chat_template: str | None, special: Sequence[str] = ()) -> None:
-    """Write the byte-level tokenizer: one id a byte, no merges, and one for each special token behind them."""
+def make_tokenizer(folder: Path, max_len: int, chat_template: str | None) -> None:
+    """Write the byte-level tokenizer: one id a byte, no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {END_OF_TEXT: 0, **{sign: number for number, sign in enumerate(alphabet, 1)}}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([*special])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -6,7 +6,6 @@ A function counts when it is called at least 0.8 times a step, so that what happ
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,9 +22,9 @@ from tests.stacks import serving
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
-NEW_TOKENS, WARM_UP = 64, 2
+NEW_TOKENS, TRIES = 64, 4
 REGULAR = 0.8  # calls a step from which a function counts
-_ANSWER_S = 10.0
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,9 @@ def _read(folder: Path, pid: int) -> Counter[str]:
 
 
 def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Calls]:
-    """Calls a step under each policy, by one sampled answer after a few that warm up."""
+    """Calls a step under each policy, by the sampled answer of some that takes the fewest: a full machine adds late
+    drafts and cut trees to others.
+    """
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
         shipped = map(HeadSpec.parse, heads)
@@ -75,22 +76,19 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
         with patient as stack, Client(stack.address) as client:
             pids = {name: ready.pid for name, ready in stack.services.items()}
             for policy in policies:
-                for seed in range(WARM_UP):
-                    client.generate(PROMPT, policy=policy, temperature=0.8, seed=seed, max_new_tokens=NEW_TOKENS)
-                before = {process: _read(Path(name), pid) for process, pid in pids.items()}
-                answer = client.generate(PROMPT, policy=policy, temperature=0.8, seed=9, max_new_tokens=NEW_TOKENS)
-                after = {process: _read(Path(name), pid) for process, pid in pids.items()}
-                steps = len(answer.accept_lengths)
-                a_step = {
-                    process: {name: calls / steps for name, calls in (after[process] - before[process]).items()}
-                    for process in pids
-                }
-                regular = {
-                    process: {name: calls for name, calls in counted.items() if calls >= REGULAR}
-                    for process, counted in a_step.items()
-                }
-                found[policy] = Calls(steps, regular)
+                tries = [_measured(client, Path(name), pids, policy, seed) for seed in range(TRIES)]
+                found[policy] = min(tries, key=lambda calls: sum(map(calls.total, pids)))
     return found
+
+
+def _measured(client: Client, folder: Path, pids: Mapping[str, int], policy: str, seed: int) -> Calls:
+    before = {role: _read(folder, pid) for role, pid in pids.items()}
+    answer = client.generate(PROMPT, policy=policy, temperature=0.8, seed=seed, max_new_tokens=NEW_TOKENS)
+    steps, counts = len(answer.accept_lengths), dict[str, dict[str, float]]()
+    for role, pid in pids.items():
+        made = {name: calls / steps for name, calls in (_read(folder, pid) - before[role]).items()}
+        counts[role] = {name: calls for name, calls in made.items() if calls >= REGULAR}
+    return Calls(steps, counts)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """Runs a module that counts every call of the project's own functions: MODULE ARGUMENTS...
 
 The counts go to FOLDER/PID.json, where COUNT_CALLS names the folder, whenever a file FOLDER/PID.ask appears, which is
-then removed. What was imported before is not slowed by being counted.
+then removed.
 """
 
+import cProfile
 import json
 import os
 import runpy
@@ -12,41 +13,39 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import CodeType, FrameType
 
 _PERIOD_S = 0.02
 
 
 def _count(folder: Path) -> None:
-    counts: Counter[CodeType] = Counter()
+    profiles: list[cProfile.Profile] = []  # one a thread
     root = str(Path(__file__).parents[2]) + os.sep
-    own = {}
 
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            code = frame.f_code
-            if code not in own:
-                path = code.co_filename.removeprefix(root)
-                own[code] = path != code.co_filename and path.startswith(("coppice/", "services/", "orchestrator/"))
-            if own[code]:
-                counts[code] += 1
+    def enable(*_: object) -> None:
+        profiles.append(cProfile.Profile(builtins=False))
+        profiles[-1].enable()
+
+    def counts() -> Counter[str]:
+        named: Counter[str] = Counter()
+        for entry in [entry for profile in profiles for entry in profile.getstats()]:
+            path = getattr(entry.code, "co_filename", "").removeprefix(root)
+            if path.startswith(("coppice/", "services/", "orchestrator/")):
+                named[f"{path}:{entry.code.co_firstlineno} {entry.code.co_qualname}"] += entry.callcount
+        return named
 
     def answer() -> None:
         ask = folder / f"{os.getpid()}.ask"
         while True:
             time.sleep(_PERIOD_S)
             if ask.exists():
-                named = Counter()
-                for code, count in list(counts.items()):
-                    named[f"{code.co_filename.removeprefix(root)}:{code.co_firstlineno} {code.co_qualname}"] += count
                 partial = folder / f"{os.getpid()}.partial"
-                partial.write_text(json.dumps(named), encoding="utf-8")
+                partial.write_text(json.dumps(counts()), encoding="utf-8")
                 partial.replace(folder / f"{os.getpid()}.json")
                 ask.unlink()
 
     threading.Thread(target=answer, daemon=True).start()
-    threading.setprofile(profile)
-    sys.setprofile(profile)
+    threading.setprofile(enable)
+    enable()
 
 
 if __name__ == "__main__":

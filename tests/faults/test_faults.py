@@ -36,11 +36,13 @@ def struck(fault: Fault, *roles: str) -> Scenario:
         if not row.drafted:
             row.weak.append("no draft was ever accepted")
 
-    return Scenario(f"{fault}-{roles[-1]}", "", "", run)
+    return Scenario(fault, "", "", run)
 
 
 STRUCK = [
-    struck(fault, *roles) for fault in ("kill", "stop", "cut") for roles in (("drafter", "orchestrator"), ("verifier",))
+    struck("kill", "drafter", "orchestrator", "verifier"),
+    struck("stop", "drafter", "verifier"),
+    struck("cut", "orchestrator", "verifier"),
 ]
 VANISH = next(scenario for scenario in SCENARIOS if scenario.name == "client-vanish")
 

@@ -1,25 +1,43 @@
-"""`bench run`, `exact` and `peers`: which methods there are, pairs, rows and tables, all on real processes."""
+"""`bench run`, `exact`, `peers` and `adapt`: methods, questions, pairs, rows, tables, verdicts, on real processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 import lab.run
 from coppice.client.client import Client
 from coppice.client.completion import Completion
+from coppice.config.model import read_tokenizer
+from coppice.engine.engine import Context
 from coppice.errors import InvalidField
+from coppice.prompts import read_prompts
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.launch import Stack
-from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec
-from coppice.testing.reference import Reference
+from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS, HeadSpec, StackSpec
+from coppice.testing.reference import EPS, Reference, TargetText, judge_token
+from coppice.v1 import adapter_pb2 as pb
 from coppice.wire.generation import Timings
-from lab.measuring import Bench, Journal, Report, in_turn
-from lab.options import Options, Question
+from lab.adapt import Lane, adapt_line, report_lanes, stream_of
+from lab.measuring import (
+    Bench,
+    Journal,
+    Report,
+    Row,
+    exactness,
+    in_turn,
+    make_row,
+    reference_of,
+)
+from lab.options import Options, Question, own_prompts, read_questions
 from lab.peers import NGRAMS, check_peers
 from lab.run import (
     ALL,
@@ -36,6 +54,7 @@ from lab.run import (
     run_methods,
 )
 from tests.lab.conftest import completion
+from tests.tiny import make_target
 
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
 ONE = Cell(0.0, 8, 1)
@@ -51,20 +70,14 @@ def test_methods_are_policies_heads_and_peers() -> None:
     assert methods_of((), HEADS[:1], (1,)) == ("plain", "single:a", HF_GENERATE)
     named = ["s", "plain", "hf-lookup", "single:s", "route:a/e"]
     assert methods_of(named, HEADS, (1,)) == ("plain", "single:s", "hf-lookup", "route:a/e")
-
-
-@pytest.mark.parametrize(
-    ("method", "heads", "sessions", "reason"),
-    [
+    for method, heads, sessions, reason in (
         ("route", HEADS[:1], 1, "route needs at least two heads, there are 1"),
         (HF_GENERATE, HEADS, 2, "one prompt at a time"),
         ("best", HEADS, 1, "'best' is not one of"),
         ("route:a/x", HEADS, 1, "there is no head 'x'; heads are a, b"),
-    ],
-)
-def test_a_method_that_cannot_run_is_named(method: str, heads: Sequence[HeadSpec], sessions: int, reason: str) -> None:
-    with pytest.raises(InvalidField, match=reason):
-        methods_of([method], heads, (sessions,))
+    ):
+        with pytest.raises(InvalidField, match=reason):
+            methods_of([method], heads, (sessions,))
 
 
 def test_options_choose_the_heads(tmp_path: Path) -> None:
@@ -115,13 +128,6 @@ def test_rows_and_tables_hold_every_figure() -> None:
     add_tables(report, [*rows.values(), *more])
     assert len(report.tables) == 1 + 2 * 3  # speed; by cell sets, parts and alpha
     assert len(report.tables[0].splitlines()) == 4 + 2 * len(rows)
-
-
-def test_alpha_is_of_the_steps_that_came_so_far() -> None:
-    answers = {"x": [completion([3, 2, 1, 1, 3, 1], 1.0, "x")], "plain": [completion([1] * 11, 1.0)]}
-    pairs = Pairs(ONE, answers, ())
-    assert pairs.accepted("x") == pytest.approx([3 / 5, 2 / 3, 0.0])  # the last step was cut
-    assert pairs.accepted("plain") == []
 
 
 def bench_of(stack: Stack, client: Client, reference: Reference, new_tokens: int = NEW) -> Bench:
@@ -199,16 +205,13 @@ def test_an_answer_loops_when_its_second_half_repeats_itself() -> None:
     assert sets[STEADY].answers["plain"] == answers[:1]
 
 
-def test_exact_judges_every_method_and_budget(stack: Stack, client: Client, reference: Reference) -> None:
+def test_exact_judges_and_every_turn_is_asked_behind_the_earlier_answers(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
     bench = bench_of(stack, client, reference)
-    run_exact(bench, QUESTIONS, ("plain", "single:self"), [Cell(t, b, 3) for t in (0.0, 1.0) for b in (0, 6)])
-    expected = [(method, t, b, 3) for t in (0, 1) for b in (0, 6) for method in ("plain", "single:self")]
-    rows = bench.report.rows
-    assert [(row["method"], row["temperature"], row["cell_budget"], row["identical"]) for row in rows] == expected
+    run_exact(bench, QUESTIONS, ("plain", "single:self"), [Cell(1.0, 6, 3)])
+    assert [(row["method"], row["identical"]) for row in bench.report.rows] == [("plain", 3), ("single:self", 3)]
     assert bench.report.ok
-
-
-def test_every_turn_is_asked_behind_the_earlier_answers(stack: Stack, client: Client, reference: Reference) -> None:
     talk, bench = Question(PROMPTS[2], "a", later=((40, 41), (42,))), bench_of(stack, client, reference, 16)
     run_methods(bench, ("plain", "single:lookup"), [Cell(0.0, 6, 2)], (talk, QUESTIONS[1], QUESTIONS[2]))
     rows = [(row["prompts"], row["identical"]) for row in bench.report.rows]
@@ -223,3 +226,191 @@ def test_modes_are_of_n_grams_or_name_a_models_folder(tmp_path: Path) -> None:
     for mode in ("x", "ngram-mod:x", "draft-eagle3", "draft-eagle3:none"):
         with pytest.raises(InvalidField, match=f"'{mode}' is not one of llama.cpp, ngram-simple"):
             check_peers((mode,))
+
+
+# Prompt files and questions, reports and checks, verdicts on answers, and what bench adapt shows.
+
+CONTEXT = 100
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte a token, and room for a hundred."""
+    return make_target(tmp_path_factory.mktemp("target"), max_len=CONTEXT)
+
+
+# --- rows and checks ---
+
+
+def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_is_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual: Row = make_row("route", [completion([2, 2], 1.0, "a")], ["identical"], 31)
+    for changes, dtype, tokens, signs in (
+        ({}, "float32", 64, "ok ok ok"),
+        ({"wrong": 1}, "float32", 64, "FAILED ok ok"),
+        ({"ties": 1}, "float32", 64, "ok FAILED ok"),
+        ({"ties": 1}, "bfloat16", 64, "ok ok"),
+        ({}, "float32", 63, "ok ok weak"),
+        ({"tau": 1.3}, "float32", 64, "ok ok weak"),
+    ):
+        report = Report("demo", dtype, 2, checks=exactness([usual | changes], dtype, tokens))
+        report.print(Console())
+        assert " ".join(line.split()[0] for line in capsys.readouterr().out.splitlines()) == signs
+        assert report.ok == ("FAILED" not in signs)
+
+
+# --- prompt files and questions ---
+
+
+def test_prompt_files_are_json_lines_or_plain_lines(tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "code", "turns": ["first", "second"], "text": "no"},
+        {"ids": [1, 2], "prompt": "no"},
+        *({key: key} for key in ("prompt", "question", "problem", "text")),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    prompts = read_prompts(file)
+    assert [line.prompt for line in prompts] == ["first", (1, 2), "prompt", "question", "problem", "text"]
+    assert (prompts[0].category, prompts[0].question_id, prompts[0].later) == ("code", 81, ("second",))
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\n\ntwo {\n")
+    assert [line.prompt for line in read_prompts(plain)] == ["one", "two {"]
+
+
+PLACEHOLDER = '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}'
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for line in ("{", "[]", "{}", '{"ids": []}', '{"ids": [1.5]}', '{"turns": "x"}', '{"text": 3}', PLACEHOLDER):
+        file.write_text('{"text": "good"}\n' + line)
+        reason = ": a placeholder" if line is PLACEHOLDER else ""
+        with pytest.raises(InvalidField, match=rf"a\.jsonl line 2{reason}"):
+            read_prompts(file)
+    with pytest.raises(InvalidField, match="to_json"):
+        read_prompts(tmp_path / "test.parquet")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Five questions of which the second and, for its turns, the fourth are too long."""
+    made = tmp_path / "question.jsonl"
+    turns = [["a"], ["b" * 90], ["c"], ["d" * 20, "e" * 20], ["f", "g"]]
+    lines = [{"question_id": 81 + at, "category": "qa", "turns": each} for at, each in enumerate(turns)]
+    made.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def read(small: Path, file: Path, count: int, **changes: Any) -> tuple[list[Question], list[Question]]:
+    options = Options(target=small, prompts=[file], n=count, max_new_tokens=30, dtype="float32", **changes)
+    return read_questions(options, options.spec())
+
+
+def lines_of(questions: list[Question]) -> list[str]:
+    return [question.name.rpartition("line ")[2] for question in questions]
+
+
+def test_what_does_not_fit_is_left_out_and_named_and_the_next_ones_take_their_places(
+    small: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, warming = read(small, file, 2, warm_up=1)
+    assert lines_of(asked) == ["1 (question 81)", "3 (question 83)"]
+    assert lines_of(warming) == ["5 (question 85)"]
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.partition("line ")[2] for error in errors] == [
+        "2 (question 82): 120 tokens of 100 tokens",
+        "4 (question 84): 103 tokens of 100 tokens",
+    ]
+    with pytest.raises(InvalidField, match="3 in question fit the category and the context, too few for 3 and 2"):
+        read(small, file, 3, warm_up=2)
+    with pytest.raises(InvalidField, match=r"0 in question fit .*, too few for any"):
+        read(small, file, 1, category=["maths"])
+    own = own_prompts(TargetText(small), 4, ["story", "code"])
+    assert [prompt.category for prompt in own] == ["code", "story"] * 2
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_conversation_goes_on_behind_its_answers(small: Path, file: Path, chat: bool) -> None:
+    text, tokenizer = TargetText(small), read_tokenizer(small)
+    last = read(small, file, 5, chat=chat)[0][-1]
+    answer = text.encode("why")
+    following = last.next(answer)
+    spoken = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
+    assert (len(last.later), tokenizer.decode(following.ids), following.later) == (1, spoken, ())
+    assert following.longest(30) == last.longest(30) - 30 + len(answer)
+
+
+def rope(kind: str, first: int | None) -> dict[str, Any]:
+    return {"rope_type": kind, "original_max_position_embeddings": first}
+
+
+def test_a_rope_kind_that_cuts_the_context_says_so() -> None:
+    for parameters, tokens, reason in (
+        ({}, 131072, ""),
+        (rope("yarn", 4096), 131072, ""),
+        (rope("longrope", 4096), 4096, "rope kind longrope"),
+        ({"full": rope("default", None), "sliding": rope("dynamic", 8192)}, 8192, "rope kind dynamic"),
+    ):
+        context = Context.of(SimpleNamespace(max_position_embeddings=131072, rope_parameters=parameters), 7)
+        assert (context.tokens, reason in context.cut_by, reason in str(context)) == (tokens, True, True)
+        assert context.served(1 << 20) == context
+        assert str(context.served(1000)) == "992 tokens (verifier.kv_tokens is 1000)"
+
+
+# --- verdicts ---
+
+
+def test_a_greedy_token_may_lie_eps_below_the_best_and_a_sampled_one_is_judged_with_its_noise() -> None:
+    row, greedy = np.array([-1.0, 1.0, 1.01 - EPS, 0.99 - EPS], np.float32), SamplingParams()
+    assert [judge_token(row, token, greedy, 0) for token in range(4)] == ["wrong", "identical", "tie", "wrong"]
+    random = np.random.default_rng(0)
+    for position in range(200):
+        row = (3 * random.standard_normal(50)).astype(np.float32)
+        for params in (
+            SamplingParams(temperature=0.8, seed=position),
+            SamplingParams(temperature=1, top_k=5, top_p=0.9),
+        ):
+            token = draw(*decode_row(row, params), params.seed, position)
+            assert judge_token(row, token, params, position) == "identical"
+            assert judge_token(row, int(row.argmin()), params, position) == "wrong"
+
+
+def test_the_reference_answers_and_judges(small: Path) -> None:
+    reference = reference_of(StackSpec(target=small, dtype="float32", verifier_threads=1))
+    prompt, new, greedy = reference.text.encode("def f(x):"), 24, SamplingParams()
+    for sampling in (greedy, SamplingParams(temperature=0.8, top_k=40, seed=5)):
+        own = reference.generate(prompt, new, sampling)
+        assert (len(own.ids), own.tau, own.steps, min(own.ttft_s, own.decode_s) > 0) == (new, 1.0, new - 1, True)
+        assert reference.judge(prompt, own.ids, sampling, own.ids) == "identical"
+    answer = reference.greedy(prompt, new).ids
+    wrong = (*answer[:-1], (answer[-1] + 1) % 256)
+    assert [reference.judge(prompt, ids, greedy) for ids in (answer, wrong)] == ["identical", "wrong"]
+    assert reference.judge(prompt, wrong, greedy, answer) == "wrong"
+    assert reference.redraw(prompt, answer, greedy)[0] == list(answer)
+
+
+# --- what bench adapt asks, judges and shows ---
+
+
+def test_a_row_has_its_verdicts_parts_and_updates(tmp_path: Path) -> None:
+    reference = Reference(make_target(tmp_path), "float32", threads=1)
+    stream = stream_of("shift", 5, reference.text.encode)
+    own = [reference.greedy(question.ids, 8).ids for question in stream]
+    lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
+    lanes[0].answers = [completion([1] * 7, 1.0, "a", ids) for ids in own]
+    other = (own[0][0] + 1) % 300
+    changed = [(other, *own[0][1:]), *own[1:]]
+    lanes[1].answers = [completion([1] * 7, 1.0, "a", ids) for ids in changed]
+    change = pb.Change(query=3, what="full", version=1, train_s=2.0)
+    lanes[1].status = pb.HeadStatus(changes=[change], reverts=1)
+    report = Report("bench adapt", "float32", 1)
+    report_lanes(lanes, stream, reference, report)
+    rows = report.rows
+    lines = [adapt_line(row) for row in rows]
+    assert [line["same/tie/wrong"] for line in lines] == ["5/0/0", "4/0/1"]
+    assert [line["all"] for line in lines] == ["1.00 (7.0)"] * 2
+    assert [(line["updates"], line["reverts"], line["training s"]) for line in lines] == [(0, 0, 0.0), (1, 1, 2.0)]
+    assert [part["updates"] for part in rows[1]["parts"]] == [1, 1, 0]
+    assert json.loads(json.dumps(rows[1]["changes"]))[0]["query"] == 3

@@ -1,4 +1,4 @@
-"""Every class of targets that keep states as tests/pipeline/test_hybrid.py has two, which takes ten minutes."""
+"""Every class of targets that keep states as tests/pipeline/test_hybrid.py has one, which takes ten minutes."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from tests.stacks import serving
 from tests.tiny import make_target
 
 VOCAB, NAMES = 300, ("tiny", "second")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call_start|>", "<|tool_call_end|>")
-"""special tokens of the target, as some families have them around calls of tools"""
 HEADS = ("specblock-code", "lookup")
 """of the demo's stack"""
 
@@ -29,7 +27,7 @@ HEADS = ("specblock-code", "lookup")
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target."""
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, special=SPECIAL)
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture(scope="session")

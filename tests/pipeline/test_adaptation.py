@@ -1,51 +1,55 @@
-"""A whole stack with an adapter: whatever happens to the weights, to Redis and to the adapter, the text is plain's."""
+"""A whole stack with an adapter: whatever happens to the weights, to Redis and to the adapter, the text is plain's.
+
+tests/pipeline/test_one_process.py has a head of another kind that is adapted in its verifiers' processes.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
-from coppice.adaptation.weights import ROUTES, Route, Routes, Weights, pack_update, variant_name
+from coppice.adaptation.signals import NUMBER, redis_key
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
-from coppice.heads.checkpoints import load_head, public_weights
-from coppice.limits import SKETCH
-from coppice.rpc.channels import Dialer
+from coppice.errors import InvalidField, NotFound
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.v1 import adapter_pb2 as pb
-from services.adapter.loop import DrafterLink
 from tests.faults.campaign.scenarios import QUICK
-from tests.pipeline.test_feature_heads import KINDS, POLICIES, PROMPTS, heads, target
-from tests.pushes import altered
-from tests.signals import eventually
+from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.signals import counts, eventually, queries, samples
 from tests.stacks import serving
+from tests.unit.test_cli import Run, run
+from tests.unit.test_feature_heads import HIDDEN
 
-__all__ = ["heads", "target"]  # fixtures
+__all__ = ["heads", "run", "target"]  # fixtures
 
+POLICIES = ("single:eagle", "merge", "route")
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3))
 PLAIN = {"policy": "plain", "max_new_tokens": 24, "ignore_eos": True}
-PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 24
 Texts = dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]]  # the ids of answers, by prompt and sampling
 
 
 @pytest.fixture(scope="module")
 def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("adapter")
-    both = (HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items())
+    both = HeadSpec("eagle", "eagle3", heads["eagle"]), HeadSpec("lookup", "lookup")
     options = {"adapt": True, "http_port": 0, "extra": {"adapter": {**QUICK, "adapter.folder": folder}}}
-    with serving(tmp_path_factory.mktemp("logs"), target, *both, draft_deadline_ms=20_000, **options) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_CONSTANTS", "services.adapter.service.LEASE_S=1")
+        with serving(tmp_path_factory.mktemp("logs"), target, *both, draft_deadline_ms=20_000, **options) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -68,56 +72,94 @@ def status(stack: Stack) -> list[pb.HeadStatus]:
         return adapter.status(history=100)
 
 
+def asked(stack: Stack) -> int:
+    """How many queries of the head there were: each record has the next number."""
+    assert stack.redis
+    (entry,) = Redis.from_url(stack.redis.url).xrevrange(redis_key("eagle", "queries"), count=1)  # type: ignore[misc]
+    return int(entry[1][NUMBER])
+
+
 def all_current(stack: Stack) -> bool:
     return all(replica.current for head in status(stack) for replica in head.replicas)
 
 
-def test_texts_are_plains_while_both_heads_are_adapted(stack: Stack, plain: Texts) -> None:
+def test_texts_are_plains_while_a_head_is_adapted(stack: Stack, plain: Texts) -> None:
     with Client(stack.address) as client:
         until = time.monotonic() + 300  # a full machine trains slowly
         for number, policy in enumerate(itertools.cycle(POLICIES), 1):
             answers_are_plains(client, plain, policy)
-            if number >= len(POLICIES) and all(head.events for head in status(stack)):
+            if number >= len(POLICIES) and status(stack)[0].events:
                 break
             assert time.monotonic() < until, status(stack)
-    assert {head.head for head in status(stack)} == set(KINDS)
+    assert [head.head for head in status(stack)] == ["eagle"]
     assert eventually(lambda: all_current(stack), 120)
 
 
-def test_texts_are_plains_beside_pushes(stack: Stack, plain: Texts, target: Path, heads: dict[str, Path]) -> None:
-    """Some are of random weights, or a variant that drafts for half of the texts. The adapter, which would put its
-    own back, is held still.
-    """
-    loaded = load_head("specblock", heads["block"], target)
-    first = Weights.of(public_weights(loaded.model, loaded.config))
-    routes = {ROUTES: Routes([Route((0.0,) * SKETCH, 2.0, 1, 0.5)]).tensor()}
-
-    async def push() -> None:
-        async with DrafterLink(stack.services["drafter-block"].address, Dialer()) as replica:
-            version = (await replica.describe()).weights_version
-            for number in range(PUSHES):
-                names = None if number % 10 == 0 else ["lm_head.weight"]
-                new = altered(first, number, names, version + number + 1)
-                if number % 3 == 0:
-                    variant = {variant_name(1, name): new.tensors[name] for name in new.differing(first)}
-                    new = first.changed(variant | routes, new.version)
-                await replica.push(*pack_update("block", first, new))
-        pushed.set()
-
-    adapter, pushed = stack.services["adapter"].pid, threading.Event()
-    os.kill(adapter, signal.SIGSTOP)
-    try:
-        pushing = threading.Thread(target=lambda: asyncio.run(push()))
-        pushing.start()
+def test_a_query_is_told_and_its_text_sampled(stack: Stack) -> None:
+    """Also by a head that is asked for drafts beside others."""
+    assert stack.redis
+    store = Redis.from_url(stack.redis.url)
+    for policy in POLICIES[:2]:
+        known, steps = {record.session for record in queries(store, "eagle")}, 0
+        told = {"policy": policy, "max_new_tokens": 40, "ignore_eos": True}
         with Client(stack.address) as client:
-            for policy in itertools.cycle(("single:block", "merge")):
-                answers_are_plains(client, plain, policy)
-                if not pushing.is_alive():
-                    break
-        assert pushed.is_set()
-    finally:
-        os.kill(adapter, signal.SIGCONT)
-    assert eventually(lambda: all_current(stack), 120)  # the adapter's own weights again
+            answer = client.generate(PROMPTS[2], **told)  # type: ignore[arg-type]
+        assert eventually(lambda: len(queries(store, "eagle")) > len(known))  # noqa: B023
+        (record,) = [record for record in queries(store, "eagle") if record.session not in known]
+        steps = answer.steps
+        assert (record.steps, record.new_tokens) == (steps, 40)
+        assert record.tau == pytest.approx(39 / steps)  # the first token came with the prompt
+        assert record.tokens_per_s > 0
+        assert 0 < record.s <= steps
+        text, end = [*PROMPTS[2], *answer.ids], 0
+        taken = [each for each in samples(store, "eagle") if each.session == record.session]
+        assert taken
+        for each in taken:  # windows of the text, none of a position twice
+            tokens = each.tokens.tolist()
+            starts = range(max(end + 1, len(tokens)), len(text) + 1)
+            end = next(at for at in starts if text[at - len(tokens) : at] == tokens)
+            assert each.feature_rows().shape == (len(tokens) - 1, 3 * HIDDEN)
+    assert eventually(lambda: counts(stack.services["drafter-eagle"].metrics).settled)
+    assert not counts(stack.services["drafter-eagle"].metrics).dropped
+
+
+def test_operators_pause_it_and_take_weights_back(stack: Stack, run: Run) -> None:
+    address = stack.services["adapter"].address
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        return run("adapter", *arguments, "--address", address)
+
+    assert command("pause")[0] == 0
+    assert eventually(lambda: status(stack)[0].paused and status(stack)[0].doing == "idle")
+    code, said, _ = command("rollback", "--version", "0")
+    assert (code, "is in use" in said) == (0, True)
+    (shown,) = json.loads(command("status", "--json")[1])["heads"]
+    assert (shown["head"], shown["paused"], shown["changes"][-1]["what"]) == ("eagle", True, "rollback")
+    assert "rollback" in command("status")[1]
+    assert all_current(stack)
+    code, _, error = command("rollback", "--version", "77777")
+    assert (code, "77777 is not there" in error) == (2, True)
+    assert command("resume")[0] == 0
+    with AdapterClient(address) as adapter:
+        for call, error in (
+            (partial(adapter.status, "other"), NotFound),
+            (partial(adapter.pause, "no name!"), InvalidField),
+            (partial(adapter.status, history=10**6), InvalidField),
+        ):
+            with pytest.raises(error):
+                call()
+
+
+def test_an_adapter_that_is_killed_reads_every_query_once(stack: Stack, plain: Texts) -> None:
+    with Client(stack.address) as client:
+        sent = asked(stack)
+        assert eventually(lambda: status(stack)[0].queries == sent)
+        os.kill(stack.services["adapter"].pid, signal.SIGKILL)
+        answers_are_plains(client, plain, "single:eagle")  # nobody reads of these now
+        sent += len(plain)
+        assert eventually(lambda: asked(stack) == sent)
+    stack.restart("adapter")
+    assert eventually(lambda: status(stack)[0].queries == sent and all_current(stack), 60)
 
 
 def test_texts_are_plains_without_redis_and_without_the_adapter(stack: Stack, plain: Texts) -> None:
@@ -130,7 +172,7 @@ def test_texts_are_plains_without_redis_and_without_the_adapter(stack: Stack, pl
             os.kill(pid, signal.SIGSTOP)
             answers_are_plains(client, plain, "merge")
             os.kill(pid, signal.SIGCONT)
-            answers_are_plains(client, plain, "single:block")
+            answers_are_plains(client, plain, "single:eagle")
             os.kill(pid, signal.SIGKILL)
             answers_are_plains(client, plain, "merge")
             stack.check()  # neither is missed

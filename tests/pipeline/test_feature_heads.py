@@ -6,9 +6,7 @@ The heads are random; a vocabulary of 32 makes them right now and then.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from coppice.stack.spec import HeadSpec, default_heads
 from coppice.testing.reference import Reference
 from coppice.testing.tiny_models import save_tiny
 from coppice.training.cli import app as train
-from coppice.wire.generation import Chunk
 from tests.stacks import serving
 from tests.tiny import add_mtp, make_target
 from tests.unit.test_feature_heads import save_random
@@ -72,11 +69,11 @@ async def test_many_sessions_are_plain_under_every_policy(stack: Stack, client: 
     """Greedy and sampled, coupled or not; the prompts in turn."""
     told: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
     policies = (*POLICIES, "single:dspark")
-    modes = ((GREEDY, True, BUDGETS), (SAMPLED, True, (8, 60)), (SAMPLED, False, (31,)))
+    modes = ((GREEDY, True), (GREEDY, True), (SAMPLED, True), (SAMPLED, False))
     cases = [
-        {"policy": policy, "budget": budget, "sampling": sampling, "coupled": coupled}
-        for policy, (sampling, coupled, budgets) in product(policies, modes)
-        for budget in budgets
+        {"policy": policy, "budget": BUDGETS[(at + turn) % len(BUDGETS)], "sampling": sampling, "coupled": coupled}
+        for at, policy in enumerate(policies)
+        for turn, (sampling, coupled) in enumerate(modes)
     ]
     plain = {prompt: client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids for prompt in PROMPTS}
     texts = {GREEDY.seed: {prompt: reference.greedy(prompt, NEW).ids for prompt in PROMPTS}, SAMPLED.seed: plain}
@@ -98,92 +95,42 @@ async def test_many_sessions_are_plain_under_every_policy(stack: Stack, client: 
         assert {1, 2} <= seen, policy
 
 
-def chunks(client: Client, policy: str) -> Iterator[Chunk]:
-    """What a long answer to the longest prompt consists of; each chunk tells the tree of its step."""
-    told = {"policy": policy, "max_new_tokens": 1900, "ignore_eos": True, "trees": True}
-    for event in client.stream(PROMPTS[2], **told):
-        if isinstance(event, Chunk):
-            yield event
-
-
-def drafted(chunk: Chunk) -> bool:
-    """Whether the chunk's step verified a draft."""
-    return chunk.tree is not None and len(chunk.tree.tokens) > 0
-
-
-def test_a_drafter_that_stood_still_drafts_again_in_the_text(
-    stack: Stack, client: Client, reference: Reference
-) -> None:
-    pid = stack.services["drafter-eagle"].pid
-    stream, ids = chunks(client, "single:eagle"), list[int]()
-
-    def read(goes_on: Callable[[Chunk], bool]) -> None:
-        for chunk in stream:
-            ids.extend(chunk.ids)
-            if not goes_on(chunk):
-                return
-        raise AssertionError("the text ended")
-
-    def read_more(end: int) -> None:
-        read(lambda _: len(ids) < end)
-
-    try:
-        read_more(20)
-        os.kill(pid, signal.SIGSTOP)
-        read(drafted)
-        read_more(len(ids) + WINDOW)
-        os.kill(pid, signal.SIGCONT)
-        read(lambda chunk: not drafted(chunk))
-        read_more(len(ids) + WINDOW)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
-
-
 WIDE, NARROW = 4096, 512
 """ids of a target, of which its tokenizer knows the lowest ones alone, and of a draft vocabulary"""
-TRAINED = ("dspark", "specblock", "eagle3")
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma with a large vocabulary, and a head of each kind that learnt a few steps of its answers."""
+    """A Gemma with a large vocabulary, and a head that learnt a few steps of its answers."""
     place = tmp_path_factory.mktemp("learnt")
     make_target(place / "target", WIDE, layers=6, gemma=True)
     words = (f"the cat saw one red bird {n}\nand a dog ran {n * n}" for n in range(200))
     (place / "words.txt").write_text("<|endoftext|>".join(words), encoding="utf-8")
     common = ["--target", str(place / "target"), "--data", f"words={place}/words.txt", "--tokens", "1024"]
-    for kind in TRAINED:
-        flags = ["--kind", kind, "--lessons", str(place / "lessons"), "--shape", f"draft_vocab_size={NARROW}"]
-        ended = CliRunner().invoke(train, ["head", *common, *flags, "--out", str(place / kind)])
-        assert ended.exit_code == 0, ended.output
+    flags = ["--kind", "dspark", "--lessons", str(place / "lessons"), "--shape", f"draft_vocab_size={NARROW}"]
+    ended = CliRunner().invoke(train, ["head", *common, *flags, "--out", str(place / "dspark")])
+    assert ended.exit_code == 0, ended.output
     return place
 
 
-def test_trained_heads_draft_from_the_targets_own_rows_of_a_part_of_its_vocabulary(learnt: Path) -> None:
+def test_a_trained_head_drafts_from_the_targets_own_rows_of_a_part_of_its_vocabulary(learnt: Path) -> None:
     rows = load_file(learnt / "target" / "model.safetensors")["lm_head.weight"]
-    for kind in TRAINED:
-        file = learnt / kind / "model.safetensors"
-        tensors, head = load_file(file), load_head(kind, learnt / kind, learnt / "target").model
-        assert not {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
-        assert max(len(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()) <= NARROW + 1
-        assert torch.equal(head.lm_head.weight, rows[head.target_ids])
-        assert not torch.equal(head.feature_scale, torch.ones_like(head.feature_scale))
-        refused = {"d2t does not name 512 ids of 4096": head.d2t + WIDE}
-        if kind == "dspark":  # its Markov table is found by the ids
-            table, ids = head.markov_head["markov_w1"].weight, head.target_ids
-            outside = torch.isin(torch.arange(WIDE), ids, invert=True).nonzero()[-1]
-            assert torch.equal(head.bias(ids), head.markov_head["markov_w2"](table[:-1]))
-            assert torch.equal(head.bias(outside), head.markov_head["markov_w2"](table[-1:]))
-            refused["d2t does not name its ids in order"] = ids.flip(0) - torch.arange(NARROW)
-        for reason, offsets in refused.items():
-            save_file(tensors | {"d2t": offsets}, file)
-            with pytest.raises(InvalidField, match=f"{kind}/model.safetensors: {reason}"):
-                load_head(kind, learnt / kind, learnt / "target")
-        save_file(tensors, file)
+    file = learnt / "dspark" / "model.safetensors"
+    tensors, head = load_file(file), load_head("dspark", learnt / "dspark", learnt / "target").model
+    assert not {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
+    assert max(len(tensor) for tensor in tensors.values() if tensor.is_floating_point()) <= NARROW + 1
+    assert torch.equal(head.lm_head.weight, rows[head.target_ids])
+    assert not torch.equal(head.feature_scale, torch.ones_like(head.feature_scale))
+    table, ids = head.markov_head["markov_w1"].weight, head.target_ids  # the table is found by the ids
+    outside = torch.isin(torch.arange(WIDE), ids, invert=True).nonzero()[-1]
+    assert torch.equal(head.bias(ids), head.markov_head["markov_w2"](table[:-1]))
+    assert torch.equal(head.bias(outside), head.markov_head["markov_w2"](table[-1:]))
+    save_file(tensors | {"d2t": ids.flip(0) - torch.arange(NARROW)}, file)
+    with pytest.raises(InvalidField, match="d2t does not name its ids in order"):
+        load_head("dspark", learnt / "dspark", learnt / "target")
 
 
-@pytest.mark.parametrize(("kind", "layout", "like"), [*CASES[:2], CASES[3], CASES[-1]], ids=lambda part: str(part)[:12])
+@pytest.mark.parametrize(("kind", "layout", "like"), CASES[:2], ids=lambda part: str(part)[:12])
 def test_a_target_drafts_with_the_mtp_head_in_its_checkpoint(kind: str, layout: str, like: int, tmp_path: Path) -> None:
     """Greedy and sampled, the text is plain decoding's, and every step's tree is the head's; a hybrid target's, too."""
     save_tiny(kind, "", tmp_path)

@@ -26,6 +26,7 @@ from coppice.client.client import Client
 from coppice.commands.up import fetch, find_model
 from coppice.errors import InvalidField, Unauthenticated
 from coppice.heads.checkpoints import TargetParts
+from coppice.speculation.sampling import SamplingParams
 from coppice.testing.reference import Reference
 from tests.processes import free_port
 from tests.stacks import up
@@ -34,7 +35,7 @@ from tests.tiny import make_gguf, make_target
 COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
 NAME, TAG, COMMIT = "acme/tiny", "v1", "c0ffee" + 34 * "0"
 UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "original/model.safetensors", "consolidated.safetensors")
-PROMPT = (5, 80, 7, 80, 7, 80)
+PROMPT, PENALTY = (5, 80, 7, 80, 7, 80), 1.25
 TOKEN, OPTIONS = "s3cret", "--kv-tokens 4096 --budget 5 --max-tokens 40 --threads 1 --head own=lookup"
 
 
@@ -45,18 +46,11 @@ class FakeHub(BaseHTTPRequestHandler):
     tags: ClassVar = {TAG, "main"}
     fetched: ClassVar[set[str]]
 
-    def do_HEAD(self) -> None:
-        """What a file is."""
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        """A model's commit, its files, or one of them."""
-        self._answer(body=True)
-
     def log_message(self, *_: object) -> None:
         """Nothing is logged."""
 
-    def _answer(self, body: bool) -> None:
+    def do_GET(self) -> None:
+        """A model's commit, its files, or one of them; of HEAD the headers alone."""
         path = unquote(self.path.partition("?")[0])
         name = next((name for name in self.folders if f"/{name}/" in path), NAME)
         api, files, content, error = f"/api/models/{name}", f"/{name}/resolve/{COMMIT}/", b"", ""
@@ -75,8 +69,10 @@ class FakeHub(BaseHTTPRequestHandler):
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("X-Error-Code", error)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
+
+    do_HEAD = do_GET
 
     def _entry(self, name: str, file: Path) -> dict[str, object]:
         content, path = file.read_bytes(), str(file.relative_to(self.folders[name]))
@@ -85,8 +81,10 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and beside it what is not to be fetched."""
+    """A tiny model whose own configuration penalises repetition, and beside it what is not to be fetched."""
     folder = make_target(tmp_path_factory.mktemp("repository"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": PENALTY}))
     for name in UNWANTED:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("not wanted")
@@ -155,15 +153,16 @@ def test_a_model_of_the_hub_is_fetched_and_served_by_what_up_was_told(
             assert (described.name, described.default_budget, described.has_chat_template) == (NAME, 5, True)
             with pytest.raises(InvalidField, match=r"max_new_tokens: 41 is outside 0\.\.40; a context of \d+ tokens"):
                 client.generate(PROMPT, max_new_tokens=41)
-            ids = client.generate(PROMPT, max_new_tokens=16, ignore_eos=True).ids
+            assert described.repetition_penalty == PENALTY
+            told = {"max_new_tokens": 32, "ignore_eos": True}
+            own, without = (client.generate(PROMPT, **more, **told).ids for more in ({}, {"repetition_penalty": 1.0}))
         process.terminate()
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "Fetching" in err  # progress
-    assert "token    clients send it" in out
-    assert "float32 on cpu with 1 thread\n" in out
-    assert TOKEN not in out + "".join(log.read_text() for log in logs.iterdir())
-    assert ids == Reference(target, "float32", threads=1).greedy(PROMPT, 16).ids
+        said = "".join(process.communicate(timeout=60))
+    assert process.returncode == 0, said
+    assert TOKEN not in said + "".join(log.read_text() for log in logs.iterdir())
+    reference = Reference(target, "float32", threads=1)
+    assert own == reference.greedy(PROMPT, 32).ids
+    assert without == reference.generate(PROMPT, 32, SamplingParams(repetition_penalty=1.0)).ids != own
     expected = {str(file.relative_to(target)) for file in target.rglob("*.*")} - set(UNWANTED)
     assert FakeHub.fetched == expected
 
@@ -184,9 +183,10 @@ def test_a_gguf_file_of_the_hub_is_found_by_the_end_of_its_name(
     assert FakeHub.fetched == {"tiny-Q8_0.gguf"}
 
 
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("sharded", "parts"), [(True, ("tokenizer", "heads", "all")), (False, ("heads",))])
 def test_heads_get_the_shards_that_they_share_alone(
     sharded: bool,
+    parts: tuple[Any, ...],
     target: Path,
     hub: str,
     tmp_path: Path,
@@ -200,17 +200,17 @@ def test_heads_get_the_shards_that_they_share_alone(
         model.save_pretrained(folder, max_shard_size="20KB")
         (folder / "model.safetensors").unlink()
     link, whole = tmp_path / "models" / "target", {file.name for file in folder.glob("model*.safetensors")}
-    for part in ("tokenizer", "heads", "all"):
+    for part in parts:
         use(hub, tmp_path / f"models/{part}", monkeypatch)
         FakeHub.fetched = set()
-        fetch(NAME, TAG, part, link)  # type: ignore[arg-type]
+        fetch(NAME, TAG, part, link)
         assert capsys.readouterr().out == f"{link}\n"
         shards = {file.name for file in link.glob("*.safetensors")}
         assert shards == {name for name in FakeHub.fetched if name.endswith(".safetensors")}
         if part == "heads":
-            parts = TargetParts(link)
-            assert torch.equal(parts.embedding, model.get_input_embeddings().weight)
-            assert torch.equal(parts.output, model.get_output_embeddings().weight)
+            shared = TargetParts(link)
+            assert torch.equal(shared.embedding, model.get_input_embeddings().weight)
+            assert torch.equal(shared.output, model.get_output_embeddings().weight)
             assert (shards < whole) == sharded
         assert part == "heads" or shards == (whole if part == "all" else set())
         assert (link / "tokenizer.json").is_file()
@@ -218,34 +218,26 @@ def test_heads_get_the_shards_that_they_share_alone(
         fetch(NAME, TAG, link=folder)
 
 
-@pytest.mark.parametrize(
-    ("model", "folder", "revision", "variables", "reason"),
-    [
-        ("a/b/c", None, None, {}, "MODEL: a/b/c is neither a folder nor a name"),
-        (".", None, TAG, {}, "revision: is a MODEL's of the Hub"),
-        (None, None, TAG, {}, "revision: is a MODEL's of the Hub"),
-        (f"{NAME}:Q4_K_M", None, None, {}, f"MODEL: {NAME}:Q4_K_M names no file"),
-        (None, Path(f"{NAME}:Q4_K_M"), None, {}, f"target: {NAME}:Q4_K_M names no file"),
-        (NAME, Path(), None, {}, "same thing as --target"),
-        ("acme/none", None, None, {}, "MODEL: acme/none is no folder, and no model at http"),
-        (NAME, None, "v9", {}, f"revision: {NAME} has no revision v9"),
-        (NAME, None, None, {"COPPICE_SERVER__PRODUCTION": "true"}, "in production"),
-        (NAME, None, None, {"HF_ENDPOINT": "http://127.0.0.1:1"}, "and http://127.0.0.1:1 does not answer"),
-    ],
-)
-def test_what_cannot_be_fetched_is_named(
-    model: str | None,
-    folder: Path | None,
-    revision: str | None,
-    variables: dict[str, str],
-    reason: str,
-    hub: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    use(variables.get("HF_ENDPOINT", hub), tmp_path, monkeypatch)
-    with pytest.raises(InvalidField, match=re.escape(reason)):
-        find_model(model, folder, revision)
+REFUSED: list[tuple[str | None, Path | None, str | None, dict[str, str], str]] = [
+    ("a/b/c", None, None, {}, "MODEL: a/b/c is neither a folder nor a name"),
+    (".", None, TAG, {}, "revision: is a MODEL's of the Hub"),
+    (None, None, TAG, {}, "revision: is a MODEL's of the Hub"),
+    (f"{NAME}:Q4_K_M", None, None, {}, f"MODEL: {NAME}:Q4_K_M names no file"),
+    (None, Path(f"{NAME}:Q4_K_M"), None, {}, f"target: {NAME}:Q4_K_M names no file"),
+    (NAME, Path(), None, {}, "same thing as --target"),
+    ("acme/none", None, None, {}, "MODEL: acme/none is no folder, and no model at http"),
+    (NAME, None, "v9", {}, f"revision: {NAME} has no revision v9"),
+    (NAME, None, None, {"COPPICE_SERVER__PRODUCTION": "true"}, "in production"),
+    (NAME, None, None, {"HF_ENDPOINT": "http://127.0.0.1:1"}, "and http://127.0.0.1:1 does not answer"),
+]
+
+
+def test_what_cannot_be_fetched_is_named(hub: str, tmp_path: Path) -> None:
+    for *asked_for, variables, reason in REFUSED:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            use(variables.get("HF_ENDPOINT", hub), tmp_path, patch)
+            with pytest.raises(InvalidField, match=re.escape(reason)):
+                find_model(*asked_for)
     assert FakeHub.fetched == set()

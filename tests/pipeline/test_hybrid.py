@@ -1,5 +1,5 @@
 """Targets whose layers keep states through a pipeline of processes: one text under every policy, budget and
-temperature, eight sessions at once, and when a verifier is killed and its sessions are opened elsewhere.
+temperature, several sessions at once, and when a verifier is killed and its sessions are opened elsewhere.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
@@ -18,21 +16,21 @@ from coppice.stack.spec import HeadSpec
 from coppice.testing.reference import Reference
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from lab.identity import Way, ask, compare, drawn_by
-from tests.stacks import interrupted, serving
+from tests.signals import eventually
+from tests.stacks import interrupted, serving, serving_now
 from tests.tiny import make_target
 
-KINDS = ("qwen3_5_text", "bamba")
-NEW, LONG = 32, 60
-PATHS = (("plain", None), ("single:lookup", 8), ("merge", 0), ("merge", 31), ("auto", 31))
+NEW, LONG = 24, 60
+PATHS = (("single:lookup", 8), ("merge", 31), ("auto", 31))
 Paths = Sequence[tuple[str, int | None]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_targets_in_every_way_and_beside_a_kill(kind: str, tmp_path: Path) -> None:
-    check_kind(kind, tmp_path)
+def test_the_text_is_the_targets_in_every_way_and_beside_a_kill(tmp_path: Path) -> None:
+    """tests/nightly/test_hybrid_at_length.py has all classes, and tests/services/test_states.py their engines."""
+    check_kind("qwen3_5_text", tmp_path)
 
 
-def check_kind(kind: str, folder: Path, paths: Paths = PATHS, prompts: int = 4) -> None:
+def check_kind(kind: str, folder: Path, paths: Paths = PATHS, prompts: int = 2) -> None:
     """Assert that drafts change no text of a target of a kind under any of the policies with budgets; folder: an empty
     one.
     """
@@ -63,12 +61,13 @@ def check_texts(stack: Stack, reference: Reference, paths: Paths, prompts: int) 
         way = Way(policy, budget, 1 if policy == "plain" else 4)
         assert compare(str(way), expected, ask(stack.address, asked, way, NEW))["difference"] == ""
     prompt = asked[0][0]
+
+    def kill() -> None:
+        """The verifier that has the session."""
+        (name,) = serving_now(stack)
+        os.kill(stack.services[name].pid, signal.SIGKILL)
+
     with Client(stack.address) as client:
         whole = client.generate(prompt, policy="plain", max_new_tokens=LONG, ignore_eos=True).ids
-        for name in [name for name, service in stack.services.items() if service.role == "verifier"]:
-
-            def kill(name: str = name) -> None:
-                os.kill(stack.services[name].pid, signal.SIGKILL)
-                stack.restart(name)
-
-            assert interrupted(client, prompt, kill, policy="merge", max_new_tokens=LONG) == whole
+        assert eventually(lambda: not serving_now(stack))
+        assert interrupted(client, prompt, kill, policy="merge", max_new_tokens=LONG) == whole

@@ -1,27 +1,35 @@
 """Heads in the verifiers' processes: texts are the target's, a drafter's verbs work at a verifier's address, and when
 replicas come, drain, fail, are killed and learn, texts never notice.
 
-All of it with certificates, and with a registry in which replicas find each other.
+All of it with certificates, which are replaced in the end, with tokens of clients over gRPC and HTTPS, and with a
+registry in which replicas find each other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Iterator
 from functools import partial
+from hashlib import sha256
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from playwright.sync_api import expect
 from redis import Redis
 
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.config.sections import SERVICES
-from coppice.errors import InvalidField, Unavailable
+from coppice.errors import InvalidField, Unauthenticated, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
@@ -36,8 +44,9 @@ from tests.faults.campaign.scenarios import QUICK
 from tests.mortal_head import DIES, FAILS
 from tests.pipeline.test_extend import install
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.pipeline.test_page import CHROMIUM, chromium
 from tests.signals import eventually
-from tests.stacks import interrupted, serving
+from tests.stacks import interrupted, serving, serving_now
 
 __all__ = ["heads", "target"]  # fixtures
 
@@ -46,12 +55,14 @@ VERIFIERS = ("verifier-0", "verifier-1")
 HEADS = ("block", "mortal")
 POOLS = ("verifier", *HEADS)
 SAMPLED = SamplingParams(temperature=1.0, seed=4)
+TOKEN = "a token"
+DRAFTERS_TOO = 'issue verifier ",DNS:drafter"\n'
+"""a certificate for verifiers that names drafters, too"""
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Its certificate for verifiers names drafters, too."""
-    return Authority(tmp_path_factory.mktemp("authority"), 'issue verifier ",DNS:drafter"\n')
+    return Authority(tmp_path_factory.mktemp("authority"), DRAFTERS_TOO)
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +76,22 @@ def stack(
     """Two verifiers with two heads each, an orchestrator and an adapter."""
     packages = tmp_path_factory.mktemp("packages")
     install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
+    tokens = authority.folder / "tokens"
+    tokens.write_text(f"tests {sha256(TOKEN.encode()).hexdigest()} 2\n")
     at = {"directory.redis": shared_redis.url, "adaptation.redis": shared_redis.url}
     found = {
         "verifier": {},
-        "orchestrator": {"orchestrator.verifiers": "redis", "orchestrator.heads": ["block=redis", "mortal=redis"]},
+        "orchestrator": {
+            **{"orchestrator.verifiers": "redis", "orchestrator.heads": ["block=redis", "mortal=redis"]},
+            "orchestrator.tokens": tokens,
+        },
         "adapter": {**QUICK, "adapter.drafters": "block=redis"},
     }
     both = HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")
     extra = {role: {**at, **authority.flags(role), **more} for role, more in found.items()}
     extra["drafter"] = {"drafter.verifiers": "redis"}
     options = {"one_process": True, "verifiers": 2, "adapt": True, "extra": extra, "draft_deadline_ms": 20_000}
+    options["http_port"] = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(packages)
         patch.setenv("TEST_CONSTANTS", "coppice.rpc.directory.LEASE_S=20")
@@ -85,7 +102,7 @@ def stack(
 
 @pytest.fixture(scope="module")
 def client(stack: Stack, authority: Authority) -> Iterator[Client]:
-    with Client(stack.address, dialer=authority.dialer()) as connected:
+    with Client(stack.address, dialer=authority.dialer(token=TOKEN)) as connected:
         yield connected
 
 
@@ -126,11 +143,6 @@ def texts_are_plains(client: Client, reference: Reference, policy: str, prompts:
         assert client.generate(prompt, policy=policy, sampling=SAMPLED, **told).ids == plain
 
 
-def answer(client: Client, blow: Callable[[], object], **options: Any) -> tuple[int, ...]:
-    """A drafted answer in whose middle something happens."""
-    return interrupted(client, PROMPTS[1], blow, max_new_tokens=LONG, policy="single:block", **options)
-
-
 def sessions(stack: Stack, role: str, count: str) -> float:
     """How many were opened or closed by all verifiers."""
     pages = [stack.services[name].metrics for name in VERIFIERS]
@@ -145,7 +157,7 @@ def test_heads_register_with_their_verifiers_certificate(stack: Stack, client: C
     assert {"verifier-0", "verifier-1"} < set(stack.processes)
     assert not {"drafter-block", "drafter-mortal"} & set(stack.processes)
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
-    for policy in ("single:block", "single:mortal", "merge"):
+    for policy in ("single:mortal", "merge"):
         before = drafted(stack)
         texts_are_plains(client, reference, policy, PROMPTS[2:])
         assert drafted(stack) > before
@@ -177,20 +189,34 @@ def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
         assert eventually(pushed, 60)
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
-def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
-    stack: Stack, shared_redis: LocalRedis, client: Client, name: str
-) -> None:
-    def listed() -> list[bool]:
-        keys = ["coppice:directory:verifier:", *(f"coppice:directory:drafter:{head}" for head in HEADS)]
-        return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
+def struck(stack: Stack, client: Client, blow: signal.Signals, **options: Any) -> tuple[str, tuple[int, ...]]:
+    """The verifier that got a signal in the middle of its session, and the answer of that."""
+    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2) and not serving_now(stack), 15)
+    names = list[str]()
 
-    assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 10)
-    terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
+    def strike() -> None:
+        names.extend(serving_now(stack))
+        os.kill(stack.services[names[0]].pid, blow)
+
+    told = {"max_new_tokens": LONG, "policy": "single:block", **options}
+    ids = interrupted(client, PROMPTS[1], strike, **told)
+    assert len(names) == 1
+    return names[0], ids
+
+
+def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
+    stack: Stack, shared_redis: LocalRedis, client: Client
+) -> None:
+    def listed(address: str) -> list[bool]:
+        keys = ["coppice:directory:verifier:", *(f"coppice:directory:drafter:{head}" for head in HEADS)]
+        return [redis.zscore(key, address) is not None for key in keys]
+
     with Redis.from_url(shared_redis.url) as redis:
-        assert listed() == [True, True, True]
-        drained = answer(client, terminate, sampling=SAMPLED)
-        assert eventually(lambda: listed() == [False, False, False], 3), "it left; its leases would run for longer"
+        name, drained = struck(stack, client, signal.SIGTERM, sampling=SAMPLED)
+        address = stack.services[name].address
+        assert eventually(lambda: listed(address) == [False] * 3, 3), "it left; its leases would run for longer"
+        (other,) = set(VERIFIERS) - {name}
+        assert listed(stack.services[other].address) == [True] * 3
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 1), 10)
     assert stack.restart(name), "it ended by itself, with exit code 0"
     told = {"policy": "plain", "sampling": SAMPLED, "max_new_tokens": LONG, "ignore_eos": True}
@@ -198,31 +224,109 @@ def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
 
 
 def test_a_request_outlives_a_verifier_with_its_heads(stack: Stack, client: Client, reference: Reference) -> None:
-    for name in VERIFIERS:  # one of them has the session
-        assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
-        kill = partial(os.kill, stack.services[name].pid, signal.SIGKILL)
-        assert answer(client, kill) == reference.greedy(PROMPTS[1], LONG).ids
-        before = drafted(stack)
-        texts_are_plains(client, reference, "single:block", PROMPTS[2:])
-        assert drafted(stack) > before, "the other verifier's heads draft"
-        stack.restart(name)
+    name, ids = struck(stack, client, signal.SIGKILL)
+    assert ids == reference.greedy(PROMPTS[1], LONG).ids
+    before = drafted(stack)
+    texts_are_plains(client, reference, "single:block", PROMPTS[2:])
+    assert drafted(stack) > before, "the other verifier's heads draft"
+    stack.restart(name)
 
 
 async def test_a_head_fails_alone(stack: Stack, client: Client, reference: Reference, authority: Authority) -> None:
-    """The last test: afterwards the heads called mortal are dead."""
+    """Afterwards one of the heads called mortal is dead."""
     assert eventually(lambda: fit(stack) == dict.fromkeys(POOLS, 2), 15)
     texts_are_plains(client, reference, "single:mortal", [(FAILS, 1, 2)])
-    for name in VERIFIERS:
-        assert (await described(stack, authority, name, "mortal")).name == "mortal"
-    for number in range(20):  # one of the two is asked, which is up to the orchestrator
+    for number in range(40):  # a head that has just failed is left alone for a moment
         texts_are_plains(client, reference, "single:mortal", [(DIES, 1, number)])
-        if all([await is_dead(stack, authority, name) for name in VERIFIERS]):
+        if dead := [name for name in VERIFIERS if await is_dead(stack, authority, name)]:
             break
+    assert dead
     for name in VERIFIERS:
-        assert await is_dead(stack, authority, name)
         assert (await described(stack, authority, name, "block")).name == "block"
     before = drafted(stack)
     for policy in ("single:block", "single:mortal", "merge"):
         texts_are_plains(client, reference, policy, PROMPTS[2:])
     assert drafted(stack) > before
     assert [fit(stack)[pool] for pool in POOLS[:2]] == [2, 2]
+
+
+# Clients: their tokens, HTTPS, the page, and other certificates.
+
+
+def completed(stack: Stack, authority: Authority, token: str = TOKEN, n: int = 1) -> tuple[int, Any]:
+    """Status and body of a completion over HTTPS, by who trusts an authority."""
+    body = json.dumps({"prompt": list(PROMPTS[0]), "max_tokens": 4, "n": n, "ignore_eos": True}).encode()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
+    asked = Request(f"https://{stack.orchestrator.http}/v1/completions", body, headers)
+    try:
+        with urlopen(asked, timeout=20, context=context) as response:
+            return response.status, json.load(response)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_http_is_https_and_asks_for_the_same_tokens(stack: Stack, authority: Authority, tmp_path: Path) -> None:
+    status, told = completed(stack, authority)
+    assert (status, told["usage"]["completion_tokens"]) == (200, 4)
+    with urlopen(f"http://{stack.orchestrator.metrics}/metrics", timeout=10) as metrics:
+        page = metrics.read().decode()
+    assert 'coppice_client_requests_total{client="tests",verdict="admitted"}' in page
+    assert TOKEN not in page
+    with Client(stack.address, dialer=authority.dialer()) as client, pytest.raises(Unauthenticated):
+        client.generate(PROMPTS[1])
+    assert completed(stack, authority, "another")[0] == 401
+    assert completed(stack, authority, n=2)[0] == 200
+    assert completed(stack, authority, n=3)[0] == 429  # its bearer may have two running
+    with pytest.raises(URLError, match="certificate verify failed"):
+        completed(stack, Authority(tmp_path / "other"))
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
+    with urlopen(f"https://{stack.orchestrator.http}/openapi.json", timeout=10, context=context) as response:
+        assert b"ChatBody" in response.read()
+    with pytest.raises(HTTPError, match="401"):
+        urlopen(f"https://{stack.orchestrator.http}/metrics", timeout=10, context=context)
+    with pytest.raises((OSError, HTTPException)):
+        urlopen(f"http://{stack.orchestrator.http}/health", timeout=10)
+    probing = ssl.create_default_context()  # as Kubernetes probes: it has no certificate and checks none
+    probing.check_hostname, probing.verify_mode = False, ssl.CERT_NONE
+    with urlopen(f"https://{stack.orchestrator.http}/ready", timeout=10, context=probing) as response:
+        assert response.status == 200
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_page_asks_for_a_token_wherever_it_is_opened(stack: Stack) -> None:
+    with chromium() as browser, browser.new_context(ignore_https_errors=True) as context:  # it knows no authority
+        page = context.new_page()  # whose console tells of refusals
+        page.goto(f"https://{stack.orchestrator.http}/#compare")
+        field, refused = page.get_by_label("This server asks for an access token"), page.locator("#served-error")
+        expect(field).to_be_visible()
+        expect(refused).to_have_text("a valid bearer token is needed")
+        refused.evaluate("line => line.textContent = 'another'")
+        field.fill("another")
+        page.get_by_role("button", name="Use it").click()
+        expect(refused).to_have_text("a valid bearer token is needed")
+        expect(refused).to_be_visible()
+        field.fill(TOKEN)
+        field.press("Enter")
+        expect(page.locator("#model")).to_contain_text("float32")
+        expect(field).to_be_hidden()
+        expect(refused).to_be_empty()
+        page.reload()
+        expect(field).to_be_visible()  # a token is kept by nobody
+
+
+def test_all_goes_on_by_other_certificates(
+    stack: Stack, authority: Authority, reference: Reference, tmp_path: Path
+) -> None:
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new", DRAFTERS_TOO)
+    old.replace_by(authority)
+    authority.replace_by(new)
+    with Client(stack.address, dialer=authority.dialer(token=TOKEN)) as client:
+        before = drafted(stack)
+        texts_are_plains(client, reference, "single:block", PROMPTS)
+        assert drafted(stack) > before
+    assert completed(stack, authority)[0] == 200
+    with Client(stack.address, dialer=old.dialer(token=TOKEN)) as client, pytest.raises(Unavailable):
+        client.describe(timeout=2)
+    with pytest.raises(URLError, match="certificate verify failed"):
+        completed(stack, old)

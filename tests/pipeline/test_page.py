@@ -149,7 +149,6 @@ def test_the_text_and_every_token_are_those_of_the_stream_and_of_plain_decoding(
 
 def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
     events = generate(page, policy="merge")
-    heads = events[0]["started"]["heads"]
     trees = [event["chunk"]["tree"] for event in events if "chunk" in event and event["chunk"]["tree"]]
     number = max(range(len(trees)), key=lambda at: len(trees[at]["accepted"]))
     page.evaluate(f"player.go({number})")
@@ -165,13 +164,6 @@ def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
         for node in range(1, len(tree["tokens"]) + 1)
     }
     assert len(nodes) == len(drawn) + 1 + (origins[-1] == 1)  # the root, and what the target wanted
-    marks = page.locator("#tree [data-node] text").evaluate_all(
-        "all => all.map(one => one.querySelectorAll('.mark').length)"
-    )
-    assert sum(marks) == sum(owners.bit_count() for owners in tree["owners"])
-    assert max(tree["owners"]) <= 2 ** len(heads) - 1
-    expect(page.locator("#route")).to_contain_text(f"{len(tree['tokens'])} nodes")
-    expect(page.locator("#tree")).to_have_attribute("aria-label", f"{page.evaluate('player.tree.summary')}")
     page.locator("#tree").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#node")).to_contain_text("accepted")
@@ -179,23 +171,15 @@ def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
     expect(page.locator("#tree .score")).to_have_count(len(tree["tokens"]))
 
 
-def test_steps_are_played_both_ways_and_a_saved_trace_opens_again(page: Page, tmp_path: Path) -> None:
+def test_steps_are_played_and_a_saved_trace_opens_again(page: Page, tmp_path: Path) -> None:
     generate(page)
     count = page.evaluate("shown.steps.length")
-    title = page.locator("#route")
-    expect(title).to_contain_text(f"Step {count} of {count}")
-    controls = page.locator("#controls")
+    title, controls = page.locator("#route"), page.locator("#controls")
     controls.get_by_role("button", name="First step").click()
     controls.get_by_role("button", name="Step forward").click()
     expect(title).to_contain_text("Step 2 of")
-    controls.get_by_role("button", name="Step back").click()
-    expect(title).to_contain_text("Step 1 of")
-    controls.get_by_role("slider", name="Step").fill(str(count - 1))
-    expect(title).to_contain_text(f"Step {count - 1} of")
-    controls.get_by_role("button", name="First step").click()
     controls.get_by_role("combobox").select_option("20")
     controls.get_by_role("button", name="Play").click()
-    expect(controls.get_by_role("button", name="Pause")).to_be_visible()
     expect(title).to_contain_text(f"Step {count} of")  # and stops there
     expect(controls.get_by_role("button", name="Play")).to_be_visible()
     with page.expect_download() as saved:
@@ -228,8 +212,6 @@ def test_side_by_side_says_that_two_policies_say_the_same(page: Page) -> None:
     gain = f"identical: {count} of {count} tokens. route: {steps[1]} forwards instead of {steps[0]}"
     expect(page.locator("#verdict")).to_have_text(f"{gain}, {faster} times as fast")
     assert page.evaluate("verdictOn(lanes[0].trace, lanes[1].trace, false)") == gain  # together they share the machine
-    for lane in range(2):
-        assert float(page.locator(".lane .meter dd").nth(3 * lane).inner_text()) > 0
     for other in ([1, 2, 4], [1, 2]):
         traces = [{"tokens": [{"id": token} for token in tokens]} for tokens in ([1, 2, 3], other)]
         assert page.evaluate("traces => verdictOn(...traces)", traces).startswith("different from token 3 on: 2 of 3")

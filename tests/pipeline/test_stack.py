@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -18,9 +17,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from rich.console import Console
 
-from coppice.commands.up import service_lines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch
@@ -60,6 +57,7 @@ def ends(pid: int) -> bool:
 
 def test_a_stack_starts_and_stops_cleanly(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://user:secret@127.0.0.1:1/0")
+    monkeypatch.setenv("COPPICE_ORCHESTRATOR__FAILOVER_S", "0.01")
     spec = StackSpec(
         target=target,
         heads=(HeadSpec("look", "lookup"), HeadSpec("block", "specblock", target)),
@@ -80,18 +78,13 @@ def test_a_stack_starts_and_stops_cleanly(target: Path, tmp_path: Path, monkeypa
     with Stack(spec, FAKES, log_dir=logs, via=via) as stack:
         orchestrators = ["orchestrator-0", "orchestrator-1"]
         names = ["verifier-0", "verifier-1", "drafter-look", "drafter-block", "adapter", *orchestrators]
-        assert list(stack.services) == names
-        assert [ready.role for ready in stack.services.values()] == [name.partition("-")[0] for name in names]
+        assert {name: ready.role for name, ready in stack.services.items()} == {
+            name: name.partition("-")[0] for name in names
+        }
         own = {name: ready.address for name, ready in stack.services.items()}
         reached = {name: via(name, address) for name, address in own.items()}
         assert stack.address == ",".join(reached[name] for name in orchestrators)
         stack.check()
-        written = stack.to_json()
-        first = stack.services["orchestrator-0"]
-        assert (written["address"], written["metrics"] or "none") == (first.address, first.metrics)
-        fields = ["name", "role", "address", "health", "metrics", "pid", "http", "memory"]
-        assert list(written["services"][0]) == fields
-
         before = stack.services["verifier-0"]
         assert stack.restart("verifier-0", {"verifier.kv_tokens": 4096})
         os.kill(stack.services["verifier-0"].pid, signal.SIGKILL)
@@ -123,13 +116,17 @@ def test_a_stack_starts_and_stops_cleanly(target: Path, tmp_path: Path, monkeypa
         heads = [f"look={reached['drafter-look']}", f"block={reached['drafter-block']}"]
         assert flags[name]["orchestrator.heads"] == heads
         assert (flags[name]["orchestrator.policy"], flags[name]["orchestrator.budget"]) == (["merge"], ["7"])
+        assert float(flags[name]["orchestrator.failover_s"][0]) > 0.1  # as long as a verifier takes to load
     # The password of a Redis is on no command line.
     assert not [name for name in names if "adaptation.redis" in flags[name] or "secret" in str(flags[name])]
 
 
 SPECS: list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = [
-    ({}, {}, {"verifier.dtype": "float32", "drafter.dtype": "float32", "verifier.threads": usable_cores()}),
-    ({}, {}, {"orchestrator.budget": 31, "server.port": 0}),
+    (
+        {},
+        {},
+        {"verifier.dtype": "float32", "verifier.threads": usable_cores(), "orchestrator.budget": 31, "server.port": 0},
+    ),
     (
         {"device": "cuda:0", "port": None},
         {},
@@ -144,19 +141,14 @@ SPECS: list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "variables", "expected"), SPECS)
-def test_settings_come_from_the_spec_then_variables_then_the_machine(
-    options: dict[str, Any],
-    variables: dict[str, str],
-    expected: dict[str, Any],
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(f"COPPICE_VERIFIER__{name}", value)
-    settings = StackSpec(target=target, **options).settings().model_dump()
-    places = {name: name.partition(".") for name in expected}
-    assert {name: settings[section][field] for name, (section, _, field) in places.items()} == expected
+def test_settings_come_from_the_spec_then_variables_then_the_machine(target: Path) -> None:
+    for options, variables, expected in SPECS:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(f"COPPICE_VERIFIER__{name}", value)
+            settings = StackSpec(target=target, **options).settings().model_dump()
+        places = {name: name.partition(".") for name in expected}
+        assert {name: settings[section][field] for name, (section, _, field) in places.items()} == expected
 
 
 def test_a_head_is_name_kind_and_folder_and_there_is_one_of_everything_else(target: Path) -> None:
@@ -188,14 +180,11 @@ def test_what_does_not_start_shows_its_log_and_stops_the_others(target: Path, na
 def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_GRACE_S", 1.0)
     spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
-    console = Console(file=io.StringIO(), force_terminal=False)
     with Stack(spec, FAKES) as stack:
         pid = stack.services["verifier"].pid
         status, terminate = Path(f"/proc/{pid}/status"), 1 << (signal.SIGTERM - 1)
         assert eventually(lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & terminate, 30)
-        with service_lines(console, stack):
-            stack.stop()
-    assert "verifier: stopping, " in console.file.getvalue()  # type: ignore[attr-defined]
+        stack.stop()
     assert "verifier" in stack.unclean
     assert not psutil.pid_exists(pid)
 
@@ -247,37 +236,31 @@ def test_up_starts_replicas_keeps_logs_and_stops_on_an_interrupt(target: Path) -
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert f"ready at {before['orchestrator-0']['address']}" in out
-    assert "float32: exact: the same text as plain decoding, token for token\n" in out
-    assert f"logs     {logs}\n" in out
-    assert "drafter-look-1 lookup" in out
-    assert f"stopping {', '.join(names)}; answers that are" in out
+    assert f"stopping {', '.join(names)}; " in out
     assert {file.stem for file in logs.glob("*.log")} == set(names)
     assert not any(psutil.pid_exists(service["pid"]) for service in before.values())
 
 
-def test_up_starts_again_what_dies_but_no_orchestrator_for_ever(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_dies_is_started_again_but_no_orchestrator_for_ever(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://127.0.0.1:1/0")
-    heads = ("--head", f"block=specblock:{target}", "--head", "look=lookup", "--adapt")
-    with running(target, *heads) as (process, services):
-        addresses = [service["address"] for service in services().values()]
+    monkeypatch.setattr(launch, "FIRST_PAUSE_S", 0.1)
+    heads, said = (HeadSpec("block", "specblock", target), HeadSpec("look", "lookup")), list[str]()
+    with Stack(StackSpec(target=target, heads=heads, adapt=True), FAKES) as stack:
+        supervisor, before = launch.Supervisor(stack, said.append), dict(stack.services)
         revived = ("drafter-look", "verifier", "adapter", "orchestrator")
         for names in (revived, ("orchestrator",)):
-            pids = {name: services()[name]["pid"] for name in names}
-            for pid in pids.values():
-                os.kill(pid, signal.SIGKILL)
-            assert eventually(lambda pids=pids: all(services()[name]["pid"] != pids[name] for name in pids), 60)
-        after = services()
-        assert [service["address"] for service in after.values()] == addresses
-        assert process.poll() is None
-        os.kill(after["orchestrator"]["pid"], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+            for name in names:
+                os.kill(stack.services[name].pid, signal.SIGKILL)
+            assert eventually(supervisor.look, 60)
+        for name, ready in stack.services.items():
+            assert ready.address == before[name].address
+            assert (ready.pid != before[name].pid) == (name in revived)
+        os.kill(stack.services["orchestrator"].pid, signal.SIGKILL)
+        with pytest.raises(ProcessFailed, match="3 times in 60 s orchestrator ended with SIGKILL"):
+            eventually(supervisor.look, 60)
     for name in revived:
-        assert f"coppice: {name} ended with SIGKILL; it is started again in 0.5 s (log: " in err
-        assert f"coppice: {name} is back, " in err
-    assert process.returncode == 1
-    last = "coppice: 3 times in 60 s orchestrator ended with SIGKILL; its log ends with:\narguments:"
-    assert last in err
-    assert not any(psutil.pid_exists(service["pid"]) for service in after.values())
+        assert [line for line in said if line.startswith(f"{name} ended with SIGKILL; it is started again in 0.1 s (")]
+        assert [line for line in said if line.startswith(f"{name} is back, ")]
 
 
 def test_children_end_when_their_parent_is_killed(target: Path) -> None:

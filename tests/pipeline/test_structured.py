@@ -1,4 +1,4 @@
-"""Structured output through the whole pipeline: plain decoding's text under every policy, and of its grammar."""
+"""Structured output and required calls through the whole pipeline: plain decoding's text, and of its grammar."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.stack.launch import Stack
 from coppice.telemetry import metric
 from services.verifier.grammars import vocabulary_of
-from tests.pipeline.conftest import VOCAB, call
+from tests.pipeline.conftest import NAMES, VOCAB, call, parts_of
 from tests.schemas import Schema, schemas
 
 PROMPT = "The answer as JSON: "
@@ -58,7 +59,7 @@ def check_schemas(client: Client, count: int, *policies: str, every_budget: bool
 
 
 def test_every_policy_says_the_same_and_it_is_of_its_schema(client: Client) -> None:
-    assert check_schemas(client, 10, "single:self", "merge", "auto") > 10
+    assert check_schemas(client, 4, "single:self", "merge", "auto") > 4
 
 
 def test_a_step_draws_from_the_targets_own_row_of_what_the_grammar_allows(client: Client, target: Path) -> None:
@@ -120,3 +121,78 @@ def test_a_least_length_gives_way_where_the_text_is_complete(client: Client, sta
     cut = client.generate(PROMPT, structured_outputs={"regex": "[ab]{20}"}, max_new_tokens=5)
     assert (cut.finish_reason, len(cut.text)) == ("length", 5)
     assert metric(stack.services["verifier"].metrics, "coppice_verifier_grammar_seconds_count") > before
+
+
+# A call that is required is made by the real target under every policy, and what is asked of ids is told of them.
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "places": {"type": "array", "items": {"enum": [1, 2]}}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS, "strict": True}}
+    for name in ("weather", "climate")
+]
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "How warm is it?"}], "tools": TOOLS, "seed": 5}
+NAMED = {"type": "function", "function": {"name": "climate"}}
+OPTIONS = {"parallel_tool_calls": False, "max_tokens": 160}
+
+
+@pytest.mark.parametrize(("choice", "temperature"), [(NAMED, 0), ("required", 1)], ids=["named", "required"])
+def test_a_required_call_is_the_same_under_every_policy(stack: Stack, choice: Any, temperature: float) -> None:
+    """tests/unit/test_tools.py has it in the forms of other chat templates than Hermes'."""
+    body = {**ASK, **OPTIONS, "tool_choice": choice, "temperature": temperature}
+
+    def asked(**fields: Any) -> bytes:
+        return call(stack, "/v1/chat/completions", {**body, **fields})[2]
+
+    answers = [json.loads(asked(policy=policy))["choices"][0] for policy in ("plain", "single:self", "merge")]
+    parts = parts_of(asked(stream=True).decode())
+    assert {answer["finish_reason"] for answer in answers} == {"tool_calls"}
+    functions = [[each["function"] for each in answer["message"]["tool_calls"]] for answer in answers]
+    ((function,), *_) = functions
+    assert functions == [[function]] * 3
+    assert function["name"] in (("climate",) if choice == NAMED else ("climate", "weather"))
+    arguments = json.loads(function["arguments"])
+    assert arguments["unit"] in ("celsius", "kelvin")
+    assert arguments.keys() <= {"unit", "places"}
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    streamed = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert {"name": streamed[0]["name"], "arguments": "".join(each["arguments"] for each in streamed)} == function
+
+
+def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_field(stack: Stack) -> None:
+    impossible = {"not": {"type": "string"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": impossible}}]
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": impossible}}
+    for field, more in {
+        "tools": {"tools": tools, "tool_choice": "required"},
+        "response_format": {"tools": [], "response_format": form},
+        "guided_regex": {"tools": [], "guided_regex": "(a"},
+    }.items():
+        for stream in (False, True):
+            status, _, data = call(stack, "/v1/chat/completions", {**ASK, **more, "stream": stream})
+            assert (status, json.loads(data)["error"]["param"]) == (400, field), data
+
+
+def test_ids_end_texts_and_are_told(stack: Stack) -> None:
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+    whole = json.loads(call(stack, "/v1/completions", body)[2])["choices"][0]
+    ids, end = whole["token_ids"], whole["token_ids"][7]
+    first = ids.index(end)
+    for include in (False, True):
+        fields = {**body, "stop_token_ids": [end], "include_stop_str_in_output": include}
+        choice = json.loads(call(stack, "/v1/completions", fields)[2])["choices"][0]
+        assert (choice["token_ids"], choice["finish_reason"]) == (ids[: first + 1], "stop")
+        text = json.loads(call(stack, "/detokenize", {"tokens": ids[: first + include]})[2])["prompt"]
+        assert choice["text"] == text
+    assert len(whole["prompt_token_ids"]) == 3
+
+
+def test_a_target_has_the_names_that_it_was_given(stack: Stack) -> None:
+    assert [model["id"] for model in json.loads(call(stack, "/v1/models")[2])["data"]] == list(NAMES)
+    answers = [call(stack, "/tokenize", {"model": name, "prompt": "Hi"}) for name in (*NAMES, "third")]
+    assert [status for status, _, _ in answers] == [200, 200, 404]
+    assert answers[0][2] == answers[1][2]

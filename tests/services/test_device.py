@@ -284,24 +284,6 @@ async def test_a_step_that_the_host_judges_takes_nothing_from_those_beside_it(ta
             assert texts_of[0] == texts_of[1]
 
 
-async def test_a_row_that_nothing_can_be_drawn_from_ends_its_session_alone(target: Path) -> None:
-    with pretending() as counts:
-        verifier = Verifier(target, counts)
-        texts = await opened(verifier, seeded([GREEDY, SAMPLED], 4))
-        forward = verifier.worker.engine.forward
-
-        def spoilt(*told: Any) -> Any:
-            output = forward(*told)
-            output.logits[1:3] = torch.nan
-            return output
-
-        with patch.object(verifier.worker.engine, "forward", spoilt):
-            asked = [text.verify(DraftTree.empty()) for text in texts]
-            answers = await verifier.serve([asyncio.gather(*asked, return_exceptions=True)])
-    said = [str(answer) if isinstance(answer, ValueError) else type(answer).__name__ for answer in answers[0]]
-    assert said == ["Verdict", *["the highest logit of the row is nan"] * 2, "Verdict"]
-
-
 # What only a CUDA device can tell: its texts are the CPU's, and its kernels compute what their torch forms do.
 # `pytest -m gpu` runs these with the other tests of one; where there is none it is pretended.
 

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -174,31 +172,6 @@ async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: L
     assert await stopped == 0
     assert refusing == [False]
     assert client.zscore(key, serving.address) is None
-
-
-ENDING = """
-import atexit, sys, time
-from coppice.config.settings import Settings
-from coppice.rpc.server import run_service
-
-async def serve(settings):
-    return 0
-
-def teardown():
-    print("tears down", flush=True)
-    time.sleep(0.5)
-
-atexit.register(teardown)
-sys.exit(run_service(serve, Settings))
-"""
-
-
-def test_a_second_sigterm_while_libraries_are_taken_down_changes_nothing() -> None:
-    with subprocess.Popen((sys.executable, "-c", ENDING), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "tears down\n"
-        process.terminate()
-        assert process.wait(20) == 0
 
 
 async def test_a_cancellation_is_never_lost_wherever_a_call_of_redis_is(redis: LocalRedis) -> None:

@@ -27,7 +27,6 @@ from tests.recorder import (
     IDS,
     LAYERS,
     TINY_TARGET,
-    WINDOW,
     Feeder,
     Recorder,
     drafter_of,
@@ -83,7 +82,9 @@ async def talking(verifier: Service, truth: list[int]) -> AsyncIterator[Talk]:
         session.call.cancel()
 
 
-async def test_a_draft_begins_when_the_verifier_commits_unasked(verifier: Service, truth: list[int]) -> None:
+async def test_a_draft_begins_when_the_verifier_commits_unasked_and_no_other_until_it_is_asked_for(
+    verifier: Service, model: Any, truth: list[int]
+) -> None:
     async with talking(verifier, truth) as talk:
         for length in (3, 0, 2):
             before = len(talk.head.jobs)
@@ -94,10 +95,6 @@ async def test_a_draft_begins_when_the_verifier_commits_unasked(verifier: Servic
             delta = await talk.ask(at)
             assert delta.nodes.tokens.tolist() == truth[talk.now()[0] + 1 :][:3]
             assert len(talk.head.jobs) == before + 1
-
-
-async def test_a_head_that_is_not_asked_drafts_no_further(verifier: Service, model: Any, truth: list[int]) -> None:
-    async with talking(verifier, truth) as talk:
         at = await talk.verify([])
         await until(lambda: talk.drafted()[-1] == talk.now())
         done = talk.drafted()
@@ -138,50 +135,41 @@ async def asked_once(feeder: Feeder, head: Recorder) -> AsyncIterator[DrafterCli
         yield client
 
 
-@pytest.mark.parametrize(
-    ("lie", "ends"),
-    [
-        (commit_of([9], 8), True),  # other ids than were committed
-        (commit_of([5], 8), False),  # another root
-        (commit_of([5], 6, committed_hash=7), True),
-        (commit_of([5], 6, start=3), False),
-    ],
-    ids=["ids", "root", "hash", "position"],
+LIES = (
+    (commit_of([9], 8), True),  # other ids than were committed
+    (commit_of([5], 8), False),  # another root
+    (commit_of([5], 6, committed_hash=7), True),
+    (commit_of([5], 6, start=3), False),
 )
-async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_text(lie: Commit, ends: bool) -> None:
-    feeder, head = Holder(), Recorder(truth=list(range(100)))
-    feeder.commits = [lie]
-    async with asked_once(feeder, head) as client:
-        feeder.go.set()
-        await asyncio.sleep(0.2)
-        with suppress(asyncio.InvalidStateError):  # it may have ended already
-            await client.send(6, [5])
-        if ends:
-            assert (await status_of(client.call))[0] is grpc.StatusCode.FAILED_PRECONDITION
-        else:
-            await client.tree()
-            assert (head.jobs[-1].committed_len, head.jobs[-1].root) == (len(IDS) + 1, 6)
 
 
-@pytest.mark.parametrize(
-    ("hangs", "early", "ids", "followed"),
-    [(True, False, [5], 1), (False, False, [5, 6], 2), (False, True, [5], 1)],
-    ids=["before its commit", "a stream that ends meanwhile", "rows that came before the end"],
-)
-async def test_a_step_has_rows_of_this_stream_or_another(
-    hangs: bool, early: bool, ids: list[int], followed: int
+async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_text() -> None:
+    for lie, ends in LIES:
+        feeder, head = Holder(), Recorder(truth=list(range(100)))
+        feeder.commits = [lie]
+        async with asked_once(feeder, head) as client:
+            feeder.go.set()
+            await asyncio.sleep(0.2)
+            with suppress(asyncio.InvalidStateError):  # it may have ended already
+                await client.send(6, [5])
+            if ends:
+                assert (await status_of(client.call))[0] is grpc.StatusCode.FAILED_PRECONDITION
+            else:
+                await client.tree()
+                assert (head.jobs[-1].committed_len, head.jobs[-1].root) == (len(IDS) + 1, 6)
+
+
+@pytest.mark.parametrize(("hangs", "ids", "followed"), [(True, [5], 1), (False, [5, 6], 2)])
+async def test_a_step_waits_for_rows_of_this_stream_or_where_it_ends_of_another(
+    hangs: bool, ids: list[int], followed: int
 ) -> None:
     feeder, head = Holder(hangs=hangs), Recorder(truth=list(range(100)))
     feeder.commits = [commit_of([5], 6)]
     async with asked_once(feeder, head) as client:
-        if early:
-            feeder.go.set()
-            await until(lambda: feeder.dropped == 1)
         await client.send(8, ids)
-        if not early:
-            await asyncio.sleep(0.2)
-            assert len(head.jobs) == 1
-            feeder.go.set()
+        await asyncio.sleep(0.2)
+        assert len(head.jobs) == 1
+        feeder.go.set()
         await client.tree()
         assert feeder.followed == followed
         client.call.cancel()
@@ -238,28 +226,6 @@ async def ending(stub: Any, features: Features | None) -> tuple[grpc.StatusCode,
     return await status_of(call)
 
 
-async def test_a_head_gets_the_hidden_states_and_again_when_it_is_reopened(
-    verifier: Service, model: Any, truth: list[int]
-) -> None:
-    head = Recorder()
-    async with drafter_of(head) as drafter, verifying(verifier) as there, drafting(drafter) as here:
-        session = await VerifierClient(there, "hidden", IDS, feature_layers=LAYERS).open()
-        features = session.opened.features
-        assert features.start == len(IDS) - WINDOW
-        client = await DrafterClient(here, IDS, features=features).open()
-        for length in (0, 3, 1, 2, 5, 4, 5):
-            at = len(session.committed)
-            await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
-            await client.send(session.root, session.committed[at:])
-            await client.tree()
-        now = len(session.committed)
-        assert now == len(IDS) + 27
-        head.seen[0].check(model, len(IDS) - WINDOW)
-        again = fetched(verifier.address, "hidden", features.start, now)
-        await DrafterClient(here, session.committed, features=again).open()
-        head.seen[1].check(model, now - WINDOW)
-
-
 async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hears_of_nothing(verifier: Service) -> None:
     head = Recorder()
     async with drafter_of(head) as drafter, drafting(drafter) as stub:
@@ -276,19 +242,14 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
         assert (head.seen, (await drafter_idle(stub)).sessions) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    ("parts", "hangs"),
-    [([], False), ([(0, 10)], False), ([(0, 10), (12, 28)], False), ([(0, 10)], True)],
-    ids=["none", "too few", "a gap", "no end"],
-)
-async def test_rows_of_other_positions_than_asked_for_are_unavailable(
-    monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], hangs: bool
-) -> None:
-    monkeypatch.setattr(service, "OPEN_S", 0.3 if hangs else 20.0)
-    feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
-    feeder.go.set()
-    async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, drafting(drafter) as stub:
-        assert (await ending(stub, fetched(ref.verifier, "s")))[0] is grpc.StatusCode.UNAVAILABLE
+async def test_rows_of_other_positions_than_asked_for_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafter_of(Recorder()) as drafter, drafting(drafter) as stub:
+        for parts, hangs in (([], False), ([(0, 10)], False), ([(0, 10), (12, 28)], False), ([(0, 10)], True)):
+            monkeypatch.setattr(service, "OPEN_S", 0.3 if hangs else 20.0)
+            feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
+            feeder.go.set()
+            async with feeding(feeder) as ref:
+                assert (await ending(stub, fetched(ref.verifier, "s")))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_missing_or_other_positions_features_are_refused_by_field() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ def test_a_folder_has_the_numbers_of_the_file(kind: str, target: Path, tmp_path:
 
 
 @pytest.mark.timeout(600)  # processes of their own read it
-def test_a_file_is_unpacked_once_until_it_changes(target: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_file_is_unpacked_once_until_it_changes(
+    target: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = make_gguf(target, tmp_path / "tiny.gguf")
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(partial(as_folder, "target"), [file, file])
-    assert first == second
+    first = as_folder("target", file)  # by a process of its own
     made = (first / "config.json").stat().st_mtime_ns
     spec = StackSpec(target=file, heads=(HeadSpec("small", "lm", file),))
     flags = (f"--{role}.target={file}" for role in ("verifier", "drafter", "orchestrator", "adapter"))
@@ -70,8 +71,15 @@ def test_a_file_is_unpacked_once_until_it_changes(target: Path, tmp_path: Path, 
     folders = {settings.verifier.target, settings.drafter.target, settings.orchestrator.target, settings.adapter.target}
     assert {*folders, settings.drafter.path, str(spec.target), str(spec.heads[0].path)} == {str(first)}
     assert (first / "config.json").stat().st_mtime_ns == made
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=0, stdout=make_folder(Path(command[-2]), Path(command[-1])).encode())
+
+    monkeypatch.setattr("coppice.config.gguf.subprocess.run", run)
     file = make_gguf(target, file, "F32")
-    assert as_folder("target", file) not in (first, file)
+    with ThreadPoolExecutor(2) as pool:
+        second, same = pool.map(partial(as_folder, "target"), [file, file])
+    assert second == same != first
     assert len([*cache.glob("*/*/config.json")]) == 2
 
 
@@ -95,14 +103,13 @@ REFUSED: dict[str, tuple[dict[str, object], Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_read_is_one_line_and_leaves_nothing(reason: str, target: Path, tmp_path: Path) -> None:
-    fields, spoil = REFUSED[reason]
-    spoil(file := make_gguf(target, tmp_path / "bad.gguf", **fields))
-    refused = make_folder(file, tmp_path / "new" / "folder")
-    assert reason in refused
-    assert "\n" not in refused
-    assert [each.name for each in (tmp_path / "new").iterdir()] == ["lock"]
+def test_what_cannot_be_read_is_one_line_and_leaves_nothing(target: Path, tmp_path: Path) -> None:
+    for reason, (fields, spoil) in REFUSED.items():
+        spoil(file := make_gguf(target, tmp_path / "bad.gguf", **fields))
+        refused = make_folder(file, tmp_path / "new" / "folder")
+        assert reason in refused
+        assert "\n" not in refused
+        assert [each.name for each in (tmp_path / "new").iterdir()] == ["lock"]
 
 
 def test_a_missing_package_is_one_line_that_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

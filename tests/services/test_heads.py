@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.rpc.channels import Dialer
 from coppice.speculation.tree import DraftTree
 from coppice.stack.process import LocalRedis
-from coppice.telemetry import metric, scrape
+from coppice.telemetry import metric
 from coppice.wire.drafter import OpenDraft
 from coppice.wire.generation import Chunk
 from orchestrator.heads import HeadPool, feature_layers
@@ -35,8 +34,6 @@ from tests.processes import Service, StartService, free_port, until
 from tests.recorder import IDS, LAYERS, TINY_TARGET, Recorder, drafter_of, truth
 from tests.reference import make_tree
 from tests.signals import counts, holds, queries
-from tests.tiny import make_target
-from tests.unit.test_feature_heads import VOCAB
 
 __all__ = ["TINY_TARGET", "truth"]  # fixtures, and the target's options
 MANY = tuple(range(20, 36))
@@ -152,9 +149,7 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
         beside.check(model, 0)
 
 
-async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused_where_that_is_known(
-    start_service: StartService, tmp_path: Path
-) -> None:
+async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused() -> None:
     heads = [Recorder(layers=layers) for layers in ((1, 2, 5), (3, 2, 1), (), MANY)]
     async with drafters_of(*heads) as drafters:
         metrics, gone = OrchestratorMetrics(), SimpleNamespace(address="127.0.0.1:1")
@@ -172,12 +167,6 @@ async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refu
         assert (pools["gone"].feature_layers, pools["gone"].pick()) == (None, None)
         with pytest.raises(InvalidField, match=r"policy: .* more than 16 layers: one \(1, 2, 5\), many \(20, 21, "):
             feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
-        deep = make_target(tmp_path / "deep", VOCAB, layers=40, tokenizer=False)
-        flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
-        verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
-        with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
-            async with Orchestrators(start_service, verifier).over(one=named["one"], many=named["many"]):
-                pass
 
 
 async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> None:
@@ -198,23 +187,6 @@ async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> 
         assert [replica.unfit for replica in strange.replicas] == ["its tokenizer is not the target's"]
         assert metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "other"}) == 1
         assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})
-
-
-async def test_a_head_far_below_its_promise_raises_the_alarm(orchestrators: Orchestrators, truth: list[int]) -> None:
-    honest, wrong, useless = (Recorder(layers=(), truth=text) for text in (truth, *[[0] * len(truth)] * 2))
-    for head in (honest, wrong):
-        head.description = replace(head.description, expected_acceptance=(0.75, 0.5))
-    useless.description = replace(useless.description, vocab_size=VOCAB)  # and nobody measured it
-    async with (
-        drafters_of(honest, wrong, useless) as (first, second, third),
-        orchestrators.over(honest=first, wrong=second, useless=third) as running,
-    ):
-        for policy in ("single:honest", "single:wrong"):
-            assert await running.ids(IDS, policy, 60) == truth[len(IDS) :][:60]
-        await asyncio.gather(*(running.ids(IDS, "single:useless", 250) for _ in range(2)))
-        samples = await asyncio.to_thread(scrape, running.service.metrics)
-    suspects = {sample.labels["head"]: sample.value for sample in samples if sample.name == "coppice_head_suspect"}
-    assert suspects == {"honest": 0, "wrong": 1, "useless": 1}
 
 
 # Moves.

@@ -1,4 +1,4 @@
-"""What a folder must hold to be served, and what tells two loads apart."""
+"""What a folder must hold to be served, what tells two loads apart, and what generation_config.json says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ from coppice.engine.attention import UnsupportedModel
 from coppice.engine.engine import Engine, default_feature_layers, fingerprint, read_layout
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.engine.rows import Piece, pack
+from coppice.errors import InvalidField
 from coppice.testing.tiny_models import save_tiny
+from services.verifier.worker import repetition_penalty
+from tests.processes import StartService
+from tests.sessions import described
 from tests.tiny import make_target
 
 WEIGHTS = "model.safetensors"
@@ -124,13 +128,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_fingerprint_notices(change: str) -> None:
-    model = Odd()
-    before = fingerprint(model)
-    assert fingerprint(copy.deepcopy(model)) == before
-    CHANGES[change](model)
-    assert fingerprint(model) != before
+def test_a_fingerprint_notices() -> None:
+    before = fingerprint(ODD)
+    for change, make in CHANGES.items():
+        model = copy.deepcopy(ODD)
+        assert fingerprint(model) == before
+        make(model)
+        assert fingerprint(model) != before, change
 
 
 REFUSED = {
@@ -190,7 +194,6 @@ def test_feature_layers_exist_at_every_depth() -> None:
 BLOCK = 32
 COMPRESSED = {
     "int8": (8, "int", "int-quantized", True),
-    "int8 weights": (8, "int", "pack-quantized", False),
     "int4 weights": (4, "int", "pack-quantized", False),
     "fp8": (8, "float", "float-quantized", True),
 }
@@ -279,19 +282,52 @@ def test_a_quantised_folder_says_what_transformers_says(name: str, dtype: str, h
     assert (0.9 * plain < size < 1.1 * plain) if name in COMPRESSED else size < 0.8 * plain
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "reason"),
-    [
-        ("gptq", {"bits": 4, "group_size": 32}, "GPTQ quantized model requires optimum"),
-        ("awq", {"bits": 4, "group_size": 32}, "AWQ quantized model requires gptqmodel"),
-        ("bitsandbytes", {"load_in_4bit": True}, "requires bitsandbytes"),
-        ("torchao", {"quant_type": "int8_weight_only"}, "No module named 'torchao'"),
-    ],
+# generation_config.json: what is served, what is refused by name, and what requests say.
+
+SERVED: tuple[tuple[dict[str, Any], float], ...] = (
+    ({}, 1.0),
+    ({"repetition_penalty": 1.05}, 1.05),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, 1.0),
+    ({"no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": [], "min_length": 0}, 1.0),
+    ({"eos_token_id": [0, 2], "pad_token_id": 0, "max_length": 99, "max_new_tokens": 9}, 1.0),
+    ({"chat_format": "chatml", "max_window_size": 6144}, 1.0),  # another program's
 )
-def test_a_kind_whose_package_is_missing_is_refused_in_a_line_that_names_it(
-    method: str, options: dict[str, Any], reason: str, halved: Path
+LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "stop_strings")
+NUMBERS = (
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "forced_bos_token_id"),
+    *("forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "exponential_decay_length_penalty"),
+    *("guidance_scale", "token_healing", "dola_layers"),
+)
+UNSERVED: dict[str, Any] = {**{field: [5] for field in LISTS}, **dict.fromkeys(NUMBERS, 3)}
+
+
+def told_by(path: Path, told: dict[str, Any], name: str = "generation_config.json") -> Path:
+    (path / name).write_text(json.dumps(told), encoding="utf-8")
+    return path
+
+
+def test_what_is_served_or_a_requests_business_loads_and_what_changes_greedy_decoding_is_refused(
+    tmp_path: Path,
 ) -> None:
-    say(halved, {"quant_method": method, **options})
-    with pytest.raises(UnusableFolder, match=reason) as refused:
-        load_engine(halved, kv_tokens=256)
-    assert "\n" not in str(refused.value)
+    for told, penalty in SERVED:
+        assert repetition_penalty(told_by(tmp_path, told), "serve") == penalty
+    for field, value in UNSERVED.items():
+        target = told_by(tmp_path, {field: value, "repetition_penalty": 1.3})
+        with pytest.raises(InvalidField, match=rf"sets {field}, which is not served"):
+            repetition_penalty(target, "serve")
+        assert repetition_penalty(target, "ignore") == 1.0
+    with pytest.raises(InvalidField, match="repetition_penalty 1000"):
+        repetition_penalty(told_by(tmp_path, {"repetition_penalty": 1000.0}), "serve")
+
+
+def test_fields_of_an_older_folders_config_count_too(tmp_path: Path) -> None:
+    model = {"model_type": "llama", "repetition_penalty": 1.2}
+    assert repetition_penalty(told_by(tmp_path, model, "config.json"), "serve") == 1.2
+
+
+async def test_an_ignored_file_is_not_in_the_way(tmp_path: Path, start_service: StartService) -> None:
+    target = make_target(tmp_path, tokenizer=False)
+    told_by(target, {"no_repeat_ngram_size": 3, "repetition_penalty": 1.3, "eos_token_id": 7})
+    flags = ("--verifier.target", str(target), "--verifier.generation_config", "ignore", "--verifier.prune", "false")
+    told = await described(start_service("services.verifier", *flags))
+    assert (told.repetition_penalty, list(told.eos_ids)) == (1.0, [7])

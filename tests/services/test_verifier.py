@@ -13,16 +13,14 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable
-from coppice.limits import CHUNK_BYTES
 from coppice.rpc.channels import Dialer, Stub
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2
-from coppice.wire.common import FeatureRef, Fence, committed_hash
+from coppice.wire.common import Fence, committed_hash
 from coppice.wire.verifier import verify_request_to_wire
 from tests.processes import Service, StartService, free_port
 from tests.sessions import (
@@ -31,11 +29,9 @@ from tests.sessions import (
     VerifierClient,
     continuation,
     fetch,
-    hidden_states,
     junk_tree,
     target_of,
     until_idle,
-    values,
     verifying,
 )
 
@@ -60,8 +56,9 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("whole_tree", [True, False])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("name", "whole_tree"), [("greedy", True), ("greedy", False), ("full rows", False), ("top k", True)]
+)
 async def test_texts_of_packed_sessions_are_plain_decodings_whatever_trees_are_sent_whole_or_pruned(
     verifier: Service, model: Any, name: str, whole_tree: bool
 ) -> None:
@@ -114,42 +111,6 @@ async def test_nodes_of_no_promise_are_not_verified(start_service: StartService,
         wholes = [(await client.verify(DraftTree.chain([5] * 60, [-1.0] * 60))).timings for _ in range(5)]
         assert [whole.rows for whole in wholes] == [61] * 5
         assert all(0 < whole.plain_ns <= whole.forward_ns for whole in wholes)
-        assert any(whole.plain_ns < whole.forward_ns for whole in wholes)  # not all were held up
-
-
-async def test_whole_trees_and_sampled_nodes_are_not_pruned(verifier: Service, small: Service, model: Any) -> None:
-    good = continuation(model, IDS, 9)
-    async with verifying(verifier) as stub, verifying(small) as plain_stub:
-        await until_idle(plain_stub)
-        client = await VerifierClient(stub, "whole").open()
-        unpruned = await VerifierClient(plain_stub, "unpruned").open()
-        verdict = await client.verify(hopeless(good[1:3]))
-        assert (verdict.pruned, verdict.accepted) == (False, (1, 2))
-        q_rows = np.full((2, VOCAB), 1 / VOCAB, np.float32)
-        verdict = await client.verify(hopeless(good[4:6]), q_rows=q_rows, whole_tree=False)
-        assert (verdict.pruned, verdict.timings.rows) == (False, 3)
-        verdict = await unpruned.verify(hopeless(good[1:3]), whole_tree=False)
-        assert (verdict.pruned, verdict.accepted, verdict.budget_hint) == (False, (1, 2), None)
-        assert verdict.timings.plain_ns == 0
-
-
-async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(verifier: Service, model: Any) -> None:
-    rng = random.Random(1)
-    ids = [rng.randrange(VOCAB) for _ in range(700)]  # more than the rows of one forward
-    with torch.inference_mode():
-        rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    async with verifying(verifier) as stub:
-        client = await VerifierClient(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
-        plain = await VerifierClient(stub, "plain", ids).open()
-    opened = client.opened
-    expected = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    assert opened.prompt_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
-    best = rows.topk(3)
-    for told, best_values, best_ids in zip((*opened.prompt_top, *opened.top), best.values, best.indices, strict=True):
-        assert told.log_probs == pytest.approx(best_values.numpy(), abs=1e-4)
-        assert set(told.ids) == set(best_ids.tolist())
-    opened = plain.opened
-    assert (opened.top, opened.prompt_top, opened.prompt_log_probs) == ((), (), ())
 
 
 # Fences and the order of messages.
@@ -194,49 +155,12 @@ async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: S
 
 # Features.
 
-COLUMNS = (0, 1, 2, 3, 4, 5, 3, 3)  # wide rows, so that a prompt takes more than a chunk
-
-
-async def test_a_prompts_features_come_in_chunks_and_are_the_hidden_states(verifier: Service, model: Any) -> None:
-    prompt = random.Random(1).choices(range(VOCAB), k=700)
-    async with verifying(verifier) as stub:
-        client = await VerifierClient(stub, "long", prompt, feature_layers=COLUMNS).open()
-        whole = client.opened.features.ref
-        assert whole == FeatureRef(verifier.address, "long", 0, 700, COLUMNS)
-        parts = await fetch(stub, whole)
-        assert len(parts) == 2
-        assert all(0 < len(part.inline or b"") <= CHUNK_BYTES for part in parts)
-        assert [part.start for part in parts] == [0, parts[0].count]
-        torch.testing.assert_close(values(parts), hidden_states(model, prompt, COLUMNS), atol=1e-4, rtol=1e-4)
-        window = await fetch(stub, replace(whole, start=650, count=3))
-        torch.testing.assert_close(values(window), values(parts)[650:])
-
 
 # Bad input.
 
 
 def tree(tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
     return DraftTree(np.array(tokens), np.array(parents), np.array(log_probs, np.float32))
-
-
-async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
-    """A field of an opening, of a tree and of a step, as examples: tests/unit/test_wire.py has all of them."""
-    q_rows = np.zeros((1, VOCAB), np.float32)
-    async with verifying(verifier) as stub:
-        with pytest.raises(InvalidField, match=r"^open\.feature_layers"):
-            await VerifierClient(stub, feature_layers=(LAYERS + 2,)).open()
-        other = await VerifierClient(stub, "other").open()
-        for field, changes in {
-            "step.tree.parents: ": {"tree": tree([1, 1], [2, 1], [-1, -1])},
-            "step.root": {"root": VOCAB},
-            "step.q_rows": {"tree": tree([1], [0], [-1]), "q_rows": q_rows},
-        }.items():
-            client = await VerifierClient(stub, "bad").open()
-            with pytest.raises(InvalidField, match=f"^{field}"):
-                await client.verify(**changes)
-            await other.verify()
-        made = len(other.committed) - len(IDS)
-        assert other.committed[len(IDS) :] == continuation(model, IDS, made)
 
 
 # KV.
