@@ -19,7 +19,6 @@ COMMANDS = {
     "fetch": ("coppice.commands.up", "Download a model from the Hugging Face Hub."),
     "top": ("coppice.commands.up", "Show what a running deployment does, from its pages of metrics."),
     "generate": ("coppice.commands.generate", "Answer a prompt, streaming the text."),
-    "chat": ("coppice.commands.generate", "Talk with the target."),
     "doctor": ("coppice.commands.doctor", "Look for what is needed here, and for a server."),
     "serve": ("coppice.commands.serve", "Run one service in this process."),
     "settings": ("coppice.commands.serve", "List every setting of the services."),

@@ -18,8 +18,6 @@ from prometheus_client.samples import Sample
 
 from coppice.errors import InvalidField
 
-WARMING_UP = "warming up"
-"""what a service logs when its model is loaded and not warm yet; `coppice up` shows it"""
 SCRAPE_S = 5.0
 MOST_SCRAPES = 8  # at once
 GRAMMAR_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)

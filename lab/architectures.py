@@ -23,7 +23,6 @@ from coppice.engine.rows import Piece, pack
 from coppice.errors import CoppiceError
 from coppice.speculation.tree import DraftTree
 from coppice.testing.tiny_models import NotTiny, model_types, save_tiny, variants
-from lab.measuring import table as as_table
 
 EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed", "not made"
 _PROMPT, _NEW = 30, 24
@@ -41,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def architectures(console: Console, table: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
-    """Try every class, print a line for each and a table, for `table` as CSV too; whether none was wrong or failed."""
+    """Try every class, print a line for each, for `table` write them as CSV; whether none was wrong or failed."""
     tried = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
     models, counts = defaultdict[tuple[str, str, str], list[str]](list), Counter[str]()
     for number, (kind, variant) in enumerate(tried, 1):
@@ -51,8 +50,6 @@ def architectures(console: Console, table: Path | None = None, kinds: Iterable[s
         line = f"{number}/{len(tried)} {kind} {variant}: {finding.verdict} {finding.reason}"
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     rows = [(name, verdict, ", ".join(its), reason) for (name, verdict, reason), its in models.items()]
-    lines = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-    console.print(as_table("", lines), soft_wrap=True, highlight=False, markup=False)
     classes = Counter(verdict for _, verdict in {(name, verdict) for name, verdict, _ in models})
     summary = ", ".join(f"{count} {verdict} ({classes[verdict]} classes)" for verdict, count in counts.items())
     console.print(summary, highlight=False)

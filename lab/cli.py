@@ -4,7 +4,6 @@ What needs torch is imported by the command that needs it: --help is to be quick
 """
 
 import contextlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product, starmap
@@ -22,7 +21,7 @@ from coppice.commands.generate import print_tree
 from coppice.commands.options import Heads, JsonFile, file, stack_spec
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.limits import MAX_TREE_NODES, Limits
+from coppice.limits import MAX_TREE_NODES
 from coppice.machine import usable_cores
 from coppice.prompts import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER
@@ -31,10 +30,9 @@ from coppice.stack.spec import StackSpec
 from coppice.wire.generation import Chunk, Origin
 from lab.adapt import lanes_of, report_lanes, run_lanes
 from lab.identity import SPARE, questions, run_identity, two_of_each
-from lab.measuring import Journal, measuring, reference_of, reporting
+from lab.measuring import measuring, reference_of, reporting
 from lab.options import ASKED, Options, Question, command, prompt_ids, read_methods, read_questions
 from lab.run import HF_GENERATE, Cell, methods_of, run_exact, run_methods
-from lab.services import ASLEEP, Asleep, run_services, spec_of
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, adaptation, the papers' tables.",
@@ -62,7 +60,7 @@ def exact(options: Options) -> None:
     methods, (asked, _) = read_methods(options.methods, spec.heads), read_questions(options, spec)
     cells = cells_of(options, spec, (min(EXACT_SESSIONS, len(asked)),))
     with measuring("bench exact", spec, options) as bench:
-        run_exact(bench, [replace(question, later=()) for question in asked], methods, cells)
+        run_exact(bench, asked, methods, cells)
 
 
 @command(app, "target", "heads", "methods", "ids", "regex", "dtype", max_new_tokens=192)
@@ -76,21 +74,6 @@ def identity(options: Options) -> None:
         run_identity(bench, asked, count, methods)
 
 
-@command(app, "t_m", "t_d", "temperatures", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
-def services(options: Options) -> None:
-    """What the services alone cost: a step's time and each process's CPU, on a target and a head that sleep.
-
-    The target's vocabulary and features are an 8B one's. One answer a session, and at least --n of them.
-    """
-    sessions = options.numbers("sessions", int, 1, Limits().sessions)
-    temperatures = options.numbers("temperatures", float, 0, 1)
-    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
-        asleep = Asleep(options.t_m, options.t_d)
-        spec = spec_of(asleep, Path(folder), sessions, options.max_new_tokens)
-        with measuring("bench services", spec, options, ASLEEP) as bench:
-            run_services(bench, asleep, sessions, temperatures)
-
-
 TIMED = (*ASKED, "methods", "temperatures", "budgets", "max_new_tokens")
 
 
@@ -98,9 +81,8 @@ TIMED = (*ASKED, "methods", "temperatures", "budgets", "max_new_tokens")
 def run(options: Options) -> None:
     """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
 
-    Methods are policies (route:A/B between the heads named), head names, hf-generate and hf-lookup; by default
-    plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked. With --json the same
-    command goes on with a run that was broken off.
+    Methods are policies (route:A/B between the heads named), head names and hf-generate; by default
+    plain, all heads, route, merge and hf-generate.
 
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
     tokens and SPEED-Bench's acceptance length.
@@ -108,27 +90,25 @@ def run(options: Options) -> None:
     spec = options.spec()
     sessions = options.numbers("sessions", int, 1, spec.settings().limits.sessions)
     methods, cells = methods_of(options.methods, spec.heads, sessions), cells_of(options, spec, sessions)
-    (asked, warm_up), journal = read_questions(options, spec), Journal(options)
+    asked, warm_up = read_questions(options, spec)
     with measuring("bench run", spec, options) as bench:
-        run_methods(bench, methods, cells, asked, warm_up, journal)
+        run_methods(bench, methods, cells, asked, warm_up)
 
 
 @command(app, *TIMED, "peers", "llama_cpp", n=6, warm_up=1)
 def peers(options: Options) -> None:
     """Speed beside llama.cpp's server with the same weights, asked in turns by OpenAI's API, one prompt at a time.
 
-    llama.cpp is built from source at the first run. Of a conversation the first turn is asked. With --json the same
-    command goes on with a run that was broken off.
+    llama.cpp is built from source at the first run.
     """
     from lab.peers import build, check_peers, run_peers
 
     spec = replace(options.spec(), http_port=0, extra={"verifier": {"verifier.prefix_cache": 0.0}})
     methods, cells = read_methods(options.methods, spec.heads), cells_of(options, spec, (1,))
-    modes, questions, journal = check_peers(options.peers or ()), read_questions(options, spec), Journal(options)
-    asked, warm_up = ([replace(question, later=()) for question in some] for some in questions)
+    modes, (asked, warm_up) = check_peers(options.peers or ()), read_questions(options, spec)
     built = build(options.llama_cpp)
     with measuring("bench peers", spec, options) as bench:
-        run_peers(bench, methods, modes, cells, asked, warm_up, built, journal)
+        run_peers(bench, methods, modes, cells, asked, warm_up, built)
 
 
 def cells_of(options: Options, spec: StackSpec, sessions: Sequence[int]) -> list[Cell]:

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import TypeAdapter
 from rich.console import Console
 
 from coppice import __version__
 from coppice.client.client import Client
 from coppice.client.completion import Completion
-from coppice.errors import InvalidField
 from coppice.machine import this_machine
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import MODULES, Stack
+from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference, Verdict
@@ -36,7 +34,6 @@ from lab.options import Options
 Ids = tuple[int, ...]
 Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]  # one way to answer prompts that are asked together
 GREEDY = SamplingParams()
-_ANSWERS = TypeAdapter(dict[str, list[Completion]])
 Row = dict[str, Any]  # one method's figures over all its prompts, as `--json` holds them: see `make_row`
 
 
@@ -210,39 +207,6 @@ class Bench:
         return reference_of(self.stack.spec)
 
 
-class Journal:
-    """The answers of a run, kept on disk as they come: the same command goes on behind them."""
-
-    def __init__(self, options: Options | None = None) -> None:
-        """They lie beside `--json FILE`, without one nowhere. Raises InvalidField if they are of another run."""
-        file = options and options.json_file
-        self._file = file and file.with_name(f"{file.name}.partial")
-        self._run, self._lines = json.dumps([commit(), repr(options)]), list[str]()
-        if self._file and self._file.exists():
-            self._lines = self._file.read_text("utf-8").split("\n")
-            if self._lines.pop(0) != self._run:
-                raise InvalidField("json", f"{self._file} has answers of another run or commit: remove it first")
-            self._lines.pop()  # empty, or cut
-            self._file.write_text("\n".join((self._run, *self._lines, "")), "utf-8")
-
-    def next(self) -> dict[str, list[Completion]] | None:
-        """What was added next when the run was broken off; None behind its end."""
-        return _ANSWERS.validate_json(self._lines.pop(0)) if self._lines else None
-
-    def add(self, answers: dict[str, list[Completion]]) -> dict[str, list[Completion]]:
-        """Keep the answers by method to prompts that were asked together, and return them."""
-        if self._file:
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write("" if lines.tell() else f"{self._run}\n")
-                lines.write(f"{_ANSWERS.dump_json(answers).decode()}\n")
-        return answers
-
-    def remove(self) -> None:
-        """Forget them: the run is complete."""
-        if self._file:
-            self._file.unlink(missing_ok=True)
-
-
 def reference_of(spec: StackSpec) -> Reference:
     """Plain transformers on a stack's target, run in this process as its verifier runs it."""
     verifier = spec.settings().verifier
@@ -250,11 +214,11 @@ def reference_of(spec: StackSpec) -> Reference:
 
 
 @contextmanager
-def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[str, str] = MODULES) -> Iterator[Bench]:
-    """A running stack, of these `modules` by role, with a client, and a report: see `reporting`."""
+def measuring(command: str, spec: StackSpec, options: Options) -> Iterator[Bench]:
+    """A running stack with a client, and a report: see `reporting`."""
     with reporting(command, spec, options) as report, ExitStack() as ended:
         with Console().status("starting the services"):
-            stack = ended.enter_context(running(spec, report, modules))
+            stack = ended.enter_context(running(spec, report))
         report.notes += [ready.memory for ready in stack.services.values() if ready.memory]
         yield Bench(stack, ended.enter_context(Client(stack.address)), report, options)
 
@@ -277,9 +241,9 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
 
 
 @contextmanager
-def running(spec: StackSpec, report: Report, modules: Mapping[str, str] = MODULES) -> Iterator[Stack]:
+def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
     """A stack that runs meanwhile; the report gets checks that it suspects no head and that it stopped cleanly."""
-    with Stack(spec, modules) as stack:
+    with Stack(spec) as stack:
         yield stack
         orchestrators = [ready for ready in stack.services.values() if ready.role == "orchestrator"]
         suspects = sum(metric(ready.metrics, "coppice_head_suspect") for ready in orchestrators)

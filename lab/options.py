@@ -7,11 +7,11 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import Parameter, Signature
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 from typer import Option
@@ -54,15 +54,13 @@ class Options:
     methods: Annotated[list[str] | None, names("Policies or head names; default: all of them.")] = None
     peers: Annotated[
         list[str] | None,
-        names("llama.cpp's modes, such as ngram-simple or draft-eagle3:DIR; default: those of n-grams."),
+        names("llama.cpp's n-gram modes, such as ngram-simple; default: all of them."),
     ] = None
     llama_cpp: Annotated[Path | None, Option(help="Where llama.cpp is built, once; default: in HF_HOME.")] = None
     budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
     temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
     sessions: Annotated[str, Option(help="Prompts answered at once, comma-separated.")] = "1"
-    t_m: Annotated[float, Option(min=0, help="Milliseconds of a forward of the target.")] = 6.0
-    t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
     regex: Annotated[str, Option(help="Regular expression that all answers match; verifiers are invariant.")] = ""
     what: Annotated[
@@ -159,43 +157,34 @@ class Question:
 
     ids: tuple[int, ...]
     benchmark: str = ""
-    later: tuple[tuple[int, ...], ...] = ()
-    """of a conversation: what stands between this answer and the next, and so on"""
     name: str = ""  # its place for people
-
-    def longest(self, new_tokens: int) -> int:
-        """Tokens of the whole conversation, at most."""
-        return len(self.ids) + new_tokens + sum(len(between) + new_tokens for between in self.later)
-
-    def next(self, answer: Sequence[int]) -> Self:
-        """The conversation's next question, behind the answer to this one."""
-        between, *later = self.later
-        return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later))
 
 
 def prompt_ids(options: Options, spec: StackSpec) -> list[tuple[int, ...]]:
-    """The ids of the prompts that are asked; of a conversation, of its first turn. Raises InvalidField."""
+    """The ids of the prompts that are asked. Raises InvalidField."""
     return [question.ids for question in read_questions(options, spec)[0]]
 
 
 def read_questions(options: Options, spec: StackSpec) -> tuple[list[Question], list[Question]]:
     """Those that are asked, and those to warm up with.
 
-    Those that do not fit into the context with all their answers are left out, and named on stderr. Raises InvalidField
-    for a target without a chat template, and for too few questions.
+    Those that do not fit into the context with their answers are left out, and named on stderr. Raises InvalidField for
+    a target without a chat template, and for too few questions.
     """
     text = TargetText(spec.target)
     context = text.context(spec.settings().verifier.kv_tokens)
     if options.chat and not text.has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
     asked, warming = list[Question](), list[Question]()
-    names, count = benchmark_names(options.prompts) if options.prompts else ["prompts"], options.n + options.warm_up
-    for file, name in zip(options.prompts or (None,), names, strict=True):
+    files, count = options.prompts or (None,), options.n + options.warm_up
+    for file in files:
+        # Of files that are called alike, as gsm8k/question.jsonl, the folders tell them apart.
+        name = "prompts" if file is None else file.stem if len(files) == 1 else f"{file.parent.name}/{file.stem}"
         fit: list[Question] = []
         for question in _questions(file, name, options, text):
             if len(fit) == count:
                 break
-            if (tokens := question.longest(options.max_new_tokens)) <= context.tokens:
+            if (tokens := len(question.ids) + options.max_new_tokens) <= context.tokens:
                 fit.append(question)
             else:
                 print(f"coppice: left out, {question.name}: {tokens} tokens of {context}", file=sys.stderr)
@@ -218,14 +207,8 @@ def _questions(file: Path | None, name: str, options: Options, text: TargetText)
         if categories and prompt.category not in categories:
             continue
         benchmark = name if len(options.prompts or ()) > 1 else prompt.category or name
-        if isinstance(prompt.prompt, tuple):
-            yield Question(prompt.prompt, benchmark, name=prompt.name)
-            continue
-        turns = (prompt.prompt, *prompt.later)
-        between = [
-            text.encode_between(before, after, options.chat) for before, after in zip(turns, prompt.later, strict=False)
-        ]
-        yield Question(text.encode(prompt.prompt, options.chat), benchmark, tuple(between), prompt.name)
+        ids = prompt.prompt if isinstance(prompt.prompt, tuple) else text.encode(prompt.prompt, options.chat)
+        yield Question(ids, benchmark, prompt.name)
 
 
 def own_prompts(text: TargetText | ModelDescription, count: int, categories: Sequence[str] = ()) -> list[FilePrompt]:
@@ -241,10 +224,3 @@ def own_prompts(text: TargetText | ModelDescription, count: int, categories: Seq
         FilePrompt(tuple(rng.randrange(text.vocab_size) for _ in range(8 + 5 * number)), where=f"random {number + 1}")
         for number in range(count)
     ]
-
-
-def benchmark_names(files: Sequence[Path]) -> list[str]:
-    """A name for each file: its own, or its folder's where several are called alike (gsm8k/question.jsonl), or all."""
-    full = [file.resolve() for file in files]
-    ways = [file.stem for file in full], [file.parent.name for file in full], list(map(str, full))
-    return next(names for names in ways if len(set(names)) == len(set(full)))

@@ -28,7 +28,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import POLL_S
 from coppice.testing.reference import Verdict
 from coppice.wire.generation import Chunk, Finished, Started
-from lab.measuring import Ask, Bench, Ids, Journal
+from lab.measuring import Ask, Bench, Ids
 from lab.options import Question
 from lab.run import LLAMA, Cell, Pairs, run_methods
 
@@ -45,19 +45,14 @@ NGRAMS: dict[str, tuple[str, ...]] = {
     "ngram-cache": (),
 }
 """what llama-server is told beside --spec-type: its own sizes, of 12 and more, look up next to nothing"""
-DRAFTS = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
-"""those that are given a folder, and draft at most 8 tokens"""
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
 READY_S, ANSWER_S = 120.0, 600.0
 
 
 def check_peers(peers: Sequence[str]) -> tuple[str, ...]:
-    """llama.cpp's plain decoding, and the modes that are named, or all that need no model. Raises InvalidField."""
-    for peer in peers:
-        kind, _, folder = peer.partition(":")
-        if (kind not in NGRAMS or folder) and not (kind in DRAFTS and (Path(folder) / "config.json").is_file()):
-            modes = ", ".join((*NGRAMS, *(f"{kind}:DIR" for kind in DRAFTS)))
-            raise InvalidField("peers", f"{peer!r} is not one of {modes}, where DIR is a head's or a model's folder")
+    """llama.cpp's plain decoding, and the modes that are named, or all of them. Raises InvalidField."""
+    if unknown := [peer for peer in peers if peer not in NGRAMS]:
+        raise InvalidField("peers", f"{unknown[0]!r} is not one of {', '.join(NGRAMS)}")
     return tuple(dict.fromkeys((LLAMA, *(peers or NGRAMS))))
 
 
@@ -82,9 +77,9 @@ def build(folder: Path | None) -> tuple[Path, Path]:
     return server, source / "convert_hf_to_gguf.py"
 
 
-def convert(script: Path, model: Path, dtype: str, file: Path, *options: str | Path) -> Path:
+def convert(script: Path, model: Path, dtype: str, file: Path) -> Path:
     """Write a folder's model as GGUF of this dtype. Raises InvalidField with the converter's last line."""
-    command = [sys.executable, script, model, "--outtype", TYPES[dtype], "--outfile", file, *options]
+    command: list[str | Path] = [sys.executable, script, model, "--outtype", TYPES[dtype], "--outfile", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InvalidField("peers", f"llama.cpp does not convert {model}: {done.stderr.strip().splitlines()[-1]}")
@@ -170,16 +165,15 @@ def run_peers(
     questions: Sequence[Question],
     warm_up: Sequence[Question],
     built: tuple[Path, Path],
-    journal: Journal,
 ) -> None:
     """As `run_methods`, beside a llama-server for every mode; weights are converted for this run, once."""
     (server, script), target, new_tokens = built, bench.stack.spec.target, bench.options.max_new_tokens
     dtype, threads, theirs = bench.report.dtype, str(bench.report.threads), dict[str, Ask]()
-    context = max(question.longest(new_tokens) for question in (*questions, *warm_up)) + 128
+    context = max(len(question.ids) for question in (*questions, *warm_up)) + new_tokens + 128
     common = ["-c", str(context), "-np", "1", "-t", threads, "-tb", threads, "-td", threads, "--cache-ram", "0"]
     common += ["-ctk", TYPES[dtype], "-ctv", TYPES[dtype]]
 
-    def way(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask:
+    def way(bench: Bench, cell: Cell, method: str) -> Ask:
         ours = f"http://{bench.stack.orchestrator.http}"
         return theirs.get(method) or asking(ours, new_tokens, policy=method, budget=cell.budget)
 
@@ -187,12 +181,8 @@ def run_peers(
         work = Path(folder)
         weights = convert(script, target, dtype, work / "target.gguf")
         for number, peer in enumerate(modes):
-            kind, _, draft = peer.partition(":")
-            mode = ["--spec-type", kind, *NGRAMS.get(kind, ())] if peer != LLAMA else []
-            if draft:
-                model = convert(script, Path(draft), dtype, work / f"{number}.gguf", "--target-model-dir", target)
-                mode += ["-md", str(model), "--spec-draft-n-max", "8"]
+            mode = ["--spec-type", peer, *NGRAMS[peer]] if peer != LLAMA else []
             command = [str(server), "-m", str(weights), *common, *mode]
             address = running.enter_context(serving(command, work / f"{number}.log"))
             theirs[peer] = asking(address, new_tokens, min_p=0.0, cache_prompt=False)
-        run_methods(bench, (*methods, *modes), cells, questions, warm_up, journal, way, judged_by_text)
+        run_methods(bench, (*methods, *modes), cells, questions, warm_up, way, judged_by_text)

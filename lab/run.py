@@ -1,14 +1,14 @@
 """`coppice bench run`: methods side by side on the same prompts, in alternating order, against transformers; and
 `coppice bench exact`, which judges the answers of all budgets.
 
-Methods are policies, heads and transformers' own ways. Each temperature, budget and number of sessions is a cell;
+Methods are policies, heads and transformers' own decoding. Each temperature, budget and number of sessions is a cell;
 methods are compared within their cell, prompt by prompt.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from operator import eq
 from typing import Any
@@ -19,18 +19,13 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
-from coppice.testing.reference import EPS, Asked, TargetText, Verdict
+from coppice.testing.reference import EPS, Asked, Verdict
 from coppice.training.progress import Progress
-from lab.measuring import Ask, Bench, Ids, Journal, Report, asking, costs, exactness, in_turn, make_row, verdicts_of
+from lab.measuring import Ask, Bench, Ids, Report, asking, costs, exactness, in_turn, make_row, verdicts_of
 from lab.options import Question, read_methods
 
-Ways = Callable[[], Mapping[str, Ask]]
-HF_GENERATE, HF_LOOKUP, LLAMA = "hf-generate", "hf-lookup", "llama.cpp"
+HF_GENERATE, LLAMA = "hf-generate", "llama.cpp"
 BASELINES = (HF_GENERATE, LLAMA)  # others' plain decoding
-PEERS = (HF_GENERATE, HF_LOOKUP)
-LOOKED_UP = (2, 4, 8)
-"""tokens that transformers drafts, of which the number that is fastest on the first prompts is taken"""
-TUNING_PROMPTS = 2
 ALL, STEADY = "all", "not looping"
 """the sets of all answers and of those that do not repeat themselves, beside the benchmarks"""
 ALIKE = 0.9  # share of the tokens of an answer's second half that are those a period before: from there on it loops
@@ -46,10 +41,9 @@ def methods_of(names: Sequence[str] | None, heads: Sequence[HeadSpec], sessions:
     """
     own = [head.name for head in heads]
     default = [*own, *(["route", "merge"] if len(own) > 1 else []), *([HF_GENERATE] if 1 in sessions else [])]
-    methods = read_methods(names or default, heads, PEERS)
-    for method in methods:
-        if method in PEERS and 1 not in sessions:
-            raise InvalidField("methods", f"{method} answers one prompt at a time, not {sessions[0]} sessions")
+    methods = read_methods(names or default, heads, (HF_GENERATE,))
+    if HF_GENERATE in methods and 1 not in sessions:
+        raise InvalidField("methods", f"{HF_GENERATE} answers one prompt at a time, not {sessions[0]} sessions")
     return methods
 
 
@@ -179,36 +173,28 @@ def run_methods(
     cells: Sequence[Cell],
     questions: Sequence[Question],
     warm_up: Sequence[Question] = (),
-    journal: Journal | None = None,
-    way: Callable[[Bench, Cell, str, Sequence[Ids]], Ask] | None = None,
+    way: Callable[[Bench, Cell, str], Ask] | None = None,
     judge: Callable[[Bench, Pairs], dict[str, list[Verdict]]] | None = None,
 ) -> None:
     """Measure every cell; the report gets rows, tables and checks, also when it is broken off.
 
     Every method answers the warm-up before each cell, uncounted: `auto`, calibrations and adapters learn from it.
     """
-    report, journal, way, judge = bench.report, journal or Journal(), way or way_of, judge or judged_pairs
+    report, way, judge = bench.report, way or way_of, judge or judged_pairs
     if warm_up:
         report.figures["warm_up"] = len(warm_up)
-    turns = sum(1 + len(question.later) for question in (*questions, *warm_up))
-    names = [[method for method in methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
+    names = [[method for method in methods if cell.sessions == 1 or method != HF_GENERATE] for cell in cells]
     rows, ours = list[dict[str, Any]](), list[dict[str, Any]]()
     try:
-        with Progress("answers", sum(map(len, names)) * turns) as progress:
+        with Progress("answers", sum(map(len, names)) * (len(questions) + len(warm_up))) as progress:
             for cell, some in zip(cells, names, strict=True):
-
-                @cache
-                def ways(cell: Cell = cell, some: Sequence[str] = some) -> dict[str, Ask]:
-                    progress.say(f"{cell}: warming up")
-                    first = [question.ids for question in warm_up or questions]
-                    made = {method: way(bench, cell, method, first[:TUNING_PROMPTS]) for method in some}
-                    for ask in () if warm_up else made.values():
-                        ask(first[: cell.sessions], sampling_of(cell))
-                    measure(bench, cell, lambda: made, warm_up, progress, Journal())
-                    progress.say(str(cell))
-                    return made
-
-                pairs = measure(bench, cell, ways, questions, progress, journal)
+                progress.say(f"{cell}: warming up")
+                ways = {method: way(bench, cell, method) for method in some}
+                for ask in () if warm_up else ways.values():
+                    ask([question.ids for question in questions[: cell.sessions]], sampling_of(cell))
+                measure(bench, cell, ways, warm_up, progress)
+                progress.say(str(cell))
+                pairs = measure(bench, cell, ways, questions, progress)
                 progress.say(f"{cell}: judging")
                 verdicts = judge(bench, pairs)
                 rows += [pairs.row(method, verdicts.get(method, ())) for method in some]
@@ -217,7 +203,6 @@ def run_methods(
         report.rows += rows
         add_tables(report, rows)
         report.checks += exactness(ours, report.dtype, bench.options.max_new_tokens)
-    journal.remove()
 
 
 def sampling_of(cell: Cell, number: int = 0) -> SamplingParams:
@@ -225,49 +210,32 @@ def sampling_of(cell: Cell, number: int = 0) -> SamplingParams:
     return SamplingParams(temperature=cell.temperature, seed=SEED + number)
 
 
-def way_of(bench: Bench, cell: Cell, method: str, prompts: Sequence[Ids]) -> Ask:
-    """The way to ask for a method. A peer's is the one, of its settings, that answers the prompts fastest."""
+def way_of(bench: Bench, cell: Cell, method: str) -> Ask:
+    """The way to ask for a method."""
     new_tokens = bench.options.max_new_tokens
-    if method not in PEERS:
+    if method != HF_GENERATE:
         return asking(bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
-
-    def ask(drafted: int | None, several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
-        return [bench.reference.generate(ids, new_tokens, how, prompt_lookup_num_tokens=drafted) for ids in several]
-
-    def tokens_per_s(drafted: int) -> float:
-        return statistics.fmean(answer.tokens_per_s for answer in ask(drafted, prompts, sampling_of(cell)))
-
-    return partial(ask, max(LOOKED_UP, key=tokens_per_s) if method == HF_LOOKUP else None)
+    return lambda prompts, sampling: [bench.reference.generate(ids, new_tokens, sampling) for ids in prompts]
 
 
 def measure(
-    bench: Bench, cell: Cell, ways: Ways, questions: Sequence[Question], progress: Progress, journal: Journal
+    bench: Bench, cell: Cell, ways: Mapping[str, Ask], questions: Sequence[Question], progress: Progress
 ) -> Pairs:
     """All answers of a cell; the last method is first in every other group of questions that are asked at once.
 
-    `ways` is called when something is asked that the journal does not hold. Each question is asked once, but for
-    those that fill up the last group. A conversation goes on behind what plain decoding answered, whatever the method:
-    they are compared on the same prompts.
+    Each question is asked once, but for those that fill up the last group.
     """
-    ended = TargetText(bench.stack.spec.target).ended
     reached, asked, answers = list[Question](), list[tuple[Ids, SamplingParams]](), dict[str, list[Completion]]()
     for number, at in enumerate(range(0, len(questions), cell.sessions)):
         group = [questions[each % len(questions)] for each in range(at, at + cell.sessions)]
         sampling = sampling_of(cell, at)
-        while group:
-            ids = [question.ids for question in group]
-            if answered := journal.next():
-                progress.add(len(answered) * len(ids))
-            else:
-                answered = journal.add(in_turn(ways(), ids, sampling, number, progress))
-                bench.stack.check()
-            reached += group
-            asked += [(each, sampling) for each in ids]
-            for method, its in answered.items():
-                answers.setdefault(method, []).extend(its)
-            both = zip(group, answered["plain"], strict=True)
-            following = [question.next(ended(answer.ids)) for question, answer in both if question.later]
-            group = [following[each % len(following)] for each in range(cell.sessions)] if following else []
+        ids = [question.ids for question in group]
+        answered = in_turn(ways, ids, sampling, number, progress)
+        bench.stack.check()
+        reached += group
+        asked += [(each, sampling) for each in ids]
+        for method, its in answered.items():
+            answers.setdefault(method, []).extend(its)
     return Pairs(cell, answers, reached, asked)
 
 
@@ -275,8 +243,7 @@ def judged_pairs(bench: Bench, pairs: Pairs) -> dict[str, list[Verdict]]:
     """The verdicts on the answers that can be judged: sampled ones of peers have other draws."""
     greedy = pairs.cell.temperature == 0 and HF_GENERATE in pairs.answers
     own = [answer.ids for answer in pairs.answers[HF_GENERATE]] if greedy else None
-    free = (HF_GENERATE,) if pairs.cell.temperature == 0 else PEERS
-    ours = {method: its for method, its in pairs.answers.items() if method not in free}
+    ours = {method: its for method, its in pairs.answers.items() if method != HF_GENERATE}
     return bench.reference.judge_all(pairs.asked, ours, own)
 
 

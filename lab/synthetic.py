@@ -160,7 +160,7 @@ def run_synthetic(options: Options, on_gpu: bool = False) -> None:
 
 def run_tests() -> dict[str, str]:
     """How each test of a CUDA device ended, by its name."""
-    files = [file for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
+    files = [str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text("utf-8")]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfEp", "--numprocesses", WORKERS, *files]
     run = subprocess.run(command, cwd=TESTS.parent, stdout=subprocess.PIPE, text=True, check=False)
     print(run.stdout)

@@ -25,7 +25,6 @@ from scipy import optimize, stats
 
 from coppice.heads.base import DraftJob
 from coppice.heads.lm import sample
-from coppice.heads.ngram import sample_chain
 from coppice.machine import usable_cores
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import Row, SamplingParams, decode_row, draw, noise, uniform
@@ -147,26 +146,6 @@ def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], s
     return text[len(prompt) : len(prompt) + LENGTH]
 
 
-class _Rows:
-    """A drafter's table in the place of a bigram's counts."""
-
-    vocab_size = VOCAB
-
-    def __init__(self, table: FloatArray, before: int) -> None:
-        self._table, self._before = table, before
-
-    def row(self, token: int) -> FloatArray:
-        """The probabilities behind a token and the one before it."""
-        before, self._before = self._before, token
-        return np.exp(_log_softmax(self._table[before, token]))
-
-
-def bigram_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
-    """Two tokens as counting heads sample them."""
-    job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
-    return sample_chain(_Rows(table, text[-2]), job, 2)  # type: ignore[arg-type]
-
-
 def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
     """Two tokens as heads that are language models sample them."""
     job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
@@ -179,7 +158,7 @@ def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tupl
 
 
 Sampled = Callable[[FloatArray, list[int], SamplingParams], tuple[DraftTree, NDArray[np.float32]]]
-CHAINS: dict[str, Sampled] = {"bigram": bigram_chain, "lm": lm_chain}
+CHAINS: dict[str, Sampled] = {"lm": lm_chain}
 
 
 def pq_step(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled) -> tuple[int, int]:

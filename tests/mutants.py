@@ -16,7 +16,7 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, Tail
 from coppice.engine.states import Plan, States
-from coppice.heads import lm, ngram
+from coppice.heads import lm
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.tree import Ranking
 from coppice.speculation import sampling
@@ -164,14 +164,10 @@ def _rejected_rows_in_the_state(accept: Any, self: States, table: BlockTable, ac
 
 
 MUTANTS: dict[str, Mutant] = {
-    "a p/q draft's noise is the residual's (bigram)": Mutant(
-        "law of p/q, bigram", ngram, "DRAFT_STREAM", sampling.RESIDUAL_STREAM
-    ),
-    "a p/q draft's noise is the accept test's (lm)": Mutant(
-        "law of p/q, lm", lm, "DRAFT_STREAM", sampling.ACCEPT_STREAM
-    ),
+    "a p/q draft's noise is the residual's": Mutant("law of p/q, lm", lm, "DRAFT_STREAM", sampling.RESIDUAL_STREAM),
+    "a p/q draft's noise is the accept test's": Mutant("law of p/q, lm", lm, "DRAFT_STREAM", sampling.ACCEPT_STREAM),
     "after a rejection p is drawn from, not p - q": Mutant(
-        "law of p/q, bigram", session, "_residual", lambda residual, row, q_row: row
+        "law of p/q, lm", session, "_residual", lambda residual, row, q_row: row
     ),
     "the walk's noise is one position off": Mutant("single", session, "draw", _next),
     "the root's noise is one position off": Mutant("plain", loop, "draw", _next),

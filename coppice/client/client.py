@@ -26,7 +26,6 @@ from coppice.errors import (
     Unavailable,
     from_rpc_error,
 )
-from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer, Stub
 from coppice.v1 import generation_pb2 as generation
 from coppice.wire.generation import Chunk, ModelDescription, Started, read_model, read_response, request_to_wire
@@ -226,23 +225,22 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
         return self._events(self._call("stream", prompt, options))
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
-        with tracing.calling("generate") as metadata:
-            while True:
-                stub, ended = self._stub(call), threading.Event()
-                responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
-                if len(self._stubs) > 1:
-                    threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
-                try:
-                    for response in responses:
-                        if (event := call.hear(read_response(response))) is not None:
-                            yield event
-                    return
-                except grpc.RpcError as error:
-                    delay = call.delay_after(from_rpc_error(error), self._closed)
-                finally:
-                    ended.set()
-                    responses.cancel()
-                time.sleep(delay)
+        while True:
+            stub, ended = self._stub(call), threading.Event()
+            responses = stub.Generate(call.message, timeout=call.timeout)
+            if len(self._stubs) > 1:
+                threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
+            try:
+                for response in responses:
+                    if (event := call.hear(read_response(response))) is not None:
+                        yield event
+                return
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), self._closed)
+            finally:
+                ended.set()
+                responses.cancel()
+            time.sleep(delay)
 
 
 class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient"]):
@@ -283,25 +281,24 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
         return self._events(self._call("stream", prompt, options))
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
-        with tracing.calling("generate") as metadata:
-            while True:
-                stub = self._stub(call)
-                responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
-                watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
-                try:
-                    async for response in responses:
-                        if (event := call.hear(read_response(response))) is not None:
-                            yield event
-                    return
-                except grpc.RpcError as error:
-                    delay = call.delay_after(from_rpc_error(error), self._closed)
-                except asyncio.CancelledError:
-                    task = asyncio.current_task()
-                    if not call.silent.is_set() or (task and task.cancelling()):  # the caller's own
-                        raise
-                    delay = call.delay_after(Cancelled("the server stopped answering"))
-                finally:
-                    if watching is not None:
-                        watching.cancel()
-                    responses.cancel()
-                await asyncio.sleep(delay)
+        while True:
+            stub = self._stub(call)
+            responses = stub.Generate(call.message, timeout=call.timeout)
+            watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
+            try:
+                async for response in responses:
+                    if (event := call.hear(read_response(response))) is not None:
+                        yield event
+                return
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), self._closed)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not call.silent.is_set() or (task and task.cancelling()):  # the caller's own
+                    raise
+                delay = call.delay_after(Cancelled("the server stopped answering"))
+            finally:
+                if watching is not None:
+                    watching.cancel()
+                responses.cancel()
+            await asyncio.sleep(delay)

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from html import escape
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 from coppice.wire.generation import Chunk, Finished, Origin, Started, StepTree
@@ -53,34 +52,12 @@ class Completion(Finished):
         speed = f"{self.new_tokens} tokens, tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s"
         return f"{speed}, {self.policy}, {drafted:.0%} drafted"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the text with its drafted tokens underlined, a line of figures, and the trees."""
-        pieces = self.pieces if self.text else [f"{token} " for token in self.ids]
-        tokens = zip(pieces, self.origins, strict=True)
-        runs = [("".join(piece for piece, _ in run), origin) for origin, run in groupby(tokens, lambda token: token[1])]
-        text = "".join(f"<u>{escape(run)}</u>" if origin is Origin.DRAFT else escape(run) for run, origin in runs)
-        trees = "".join(_tree_html(number, tree) for number, tree in enumerate(self.trees, 1))
-        return f'<pre style="white-space: pre-wrap">{text}</pre><p>{escape(self.summary)}</p>{trees}'
-
     def to_json(self) -> dict[str, Any]:
         """What `coppice generate --json` prints."""
         timings = {name: getattr(self.timings, f"{name}_ns") for name in _JSON_TIMINGS}
         shown = {name: getattr(self, name) for name in _JSON}
         lists = {name: list(value) for name, value in shown.items() if isinstance(value, tuple)}
         return {**shown, **lists, "timings_ns": timings}
-
-
-def _tree_html(number: int, tree: StepTree) -> str:
-    """A step's tree, folded up: what was accepted is bold, what the verifier left out is struck through."""
-    below = [""] * (len(tree.tokens) + 1)
-    for node in range(len(tree.tokens), 0, -1):  # a node stands behind its parent
-        mark = "b" if node in tree.accepted else "s" if node in tree.cut else "span"
-        children = f"<ul>{below[node]}</ul>" if below[node] else ""
-        label = f"<{mark}>{escape(repr(tree.pieces[node - 1] or tree.tokens[node - 1]))}</{mark}>"
-        parent = tree.parents[node - 1]
-        below[parent] = f"<li>{label}{children}</li>{below[parent]}"
-    title = f"step {number}: {tree.root_piece!r}, {len(tree.accepted)} of {len(tree.tokens)} drafted tokens accepted"
-    return f"<details><summary>{escape(title)}</summary><ul>{below[0]}</ul></details>"
 
 
 class Accumulator:

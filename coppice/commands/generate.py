@@ -1,9 +1,7 @@
-"""`coppice generate` and `coppice chat`: answers as they come, and a line of figures behind each."""
+"""`coppice generate`: answers as they come, and a line of figures behind each."""
 
-import contextlib
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,29 +21,21 @@ from coppice.prompts import FilePrompt, read_prompts
 from coppice.wire.generation import Chunk, StepTree
 
 Address = Annotated[str | None, Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
-Policy = Annotated[str, Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
-Temperature = Annotated[float, Option(help="0 is greedy.")]
-Seed = Annotated[int | None, Option(help="Seed of the draws; default: one is drawn.")]
-MaxNewTokens = Annotated[int, Option(help="0: the server's default.")]
-QUIT = "/quit"
 
 
 def generate(
     context: typer.Context,
     prompt: Annotated[str | None, Argument(help="What to continue.")] = None,
     ids: Annotated[str | None, Option(help="Token ids instead, such as 1,2,3.")] = None,
-    prompt_file: Annotated[
-        Path | None, Option(help="A file instead, a prompt a line if it is .jsonl or .txt. All turns are asked.")
-    ] = None,
+    prompt_file: Annotated[Path | None, Option(help="A file instead, a prompt a line if it is .jsonl or .txt.")] = None,
     prediction_file: Annotated[
         Path | None, Option(help="A file of what the answer is expected to be: a look-up head drafts from it.")
     ] = None,
-    skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts that do not fit the context.")] = False,
     address: Address = None,
     chat: Annotated[bool, Option("--chat", help="Send the prompt as a user's message.")] = False,
-    policy: Policy = "",
+    policy: Annotated[str, Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")] = "",
     budget: Annotated[int | None, Option(help="Draft nodes verified a step.")] = None,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, Option(help="Nucleus mass.")] = 1.0,
     top_k: Annotated[int, Option(help="Most probable ids kept; 0 keeps all.")] = 0,
     min_p: Annotated[float, Option(help="Least share of the best id's probability.")] = 0.0,
@@ -53,8 +43,8 @@ def generate(
     frequency_penalty: Annotated[float, Option(help="For each time an id was generated.")] = 0.0,
     presence_penalty: Annotated[float, Option(help="For ids that were generated.")] = 0.0,
     logit_bias: Annotated[list[str] | None, names("Added to an id's logit.", metavar="ID=BIAS,...")] = None,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = 0,
+    seed: Annotated[int | None, Option(help="Seed of the draws; default: one is drawn.")] = None,
+    max_new_tokens: Annotated[int, Option(help="0: the server's default.")] = 0,
     stop: Annotated[list[str] | None, Option(help="Text that ends the answer (repeatable).")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of text.")] = False,
     show_tree: Annotated[bool, Option("--show-tree", help="Then draw the draft tree that accepted most.")] = False,
@@ -63,59 +53,21 @@ def generate(
     prompts = prompts_of(prompt, ids, prompt_file)
     prediction = read_text(prediction_file, "--prediction-file") if prediction_file else ""
     bias = _read_bias(logit_bias or ())
-    options = _options(context, logit_bias=bias, stop=stop or (), trees=show_tree, prediction=prediction)
+    others = {"logit_bias": bias, "stop": stop or (), "trees": show_tree, "prediction": prediction}
+    given = {name: value for name, value in context.params.items() if name in MEANINGS}
+    options = cast(Options, given | others)
     with Client(address) as client:
         for each in prompts:
-            conversation: Any = each.prompt
-            if chat and isinstance(conversation, str):
-                conversation = [_said("user", conversation)]
+            is_chat = chat and isinstance(each.prompt, str)
+            asked: Any = [{"role": "user", "content": each.prompt}] if is_chat else each.prompt
             try:
-                for question in (*each.later, None):
-                    completion = print_answer(client, conversation, options, Accumulator(), as_json)
-                    if completion.trees and not as_json:
-                        print_tree(completion.trees, Console())
-                    if question is not None and isinstance(conversation, str):  # paragraphs take turns
-                        conversation += f"{completion.text}\n\n{question}\n"
-                    elif question is not None:
-                        conversation = [*conversation, _said("assistant", completion.text), _said("user", question)]
+                completion = print_answer(client, asked, options, as_json)
             except InvalidField as error:
                 if error.field != "prompt" or not prompt_file:
                     raise
-                too_long = f"{each.name}: {str(error).partition(': ')[2]}"
-                if not skip_long:
-                    raise InvalidField("prompt-file", f"{too_long}; --skip-long goes on without it") from None
-                print(f"coppice: left out: {too_long}", file=sys.stderr)
-
-
-def chat(
-    context: typer.Context,
-    address: Address = None,
-    policy: Policy = "",
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = 0,
-) -> None:
-    """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
-    messages: list[dict[str, str]] = []
-    with Client(address) as client:
-        if not client.describe().has_chat_template:
-            raise InvalidField("chat", "this target has no chat template")
-        for line in _lines():
-            answer = Accumulator()
-            try:
-                with contextlib.suppress(KeyboardInterrupt):  # what there is of an answer stays in the conversation
-                    print_answer(client, [*messages, _said("user", line)], _options(context), answer)
-            except InvalidField as error:
-                if error.field != "prompt":
-                    raise
-                print(f"coppice: {error}", file=sys.stderr)  # such as one turn too many for the context
-            else:
-                messages += [_said("user", line), _said("assistant", answer.completion().text)]
-
-
-def _options(context: typer.Context, **others: Any) -> Options:
-    """What a command was given of a request's options, which have the same names, and others."""
-    return cast(Options, {name: given for name, given in context.params.items() if name in MEANINGS} | others)
+                raise InvalidField("prompt-file", f"{each.name}: {str(error).partition(': ')[2]}") from None
+            if completion.trees and not as_json:
+                print_tree(completion.trees, Console())
 
 
 def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:
@@ -149,14 +101,9 @@ def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
         raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def print_answer(
-    client: Client, prompt: Any, options: Options, answer: Accumulator, as_json: bool = False
-) -> Completion:
-    """Print an answer as it comes and, on a terminal, its figures; or its JSON. `answer` survives Ctrl-C."""
+def print_answer(client: Client, prompt: Any, options: Options, as_json: bool) -> Completion:
+    """Print an answer as it comes and, on a terminal, its figures; or its JSON: what there is of it on Ctrl-C."""
+    answer = Accumulator()
     try:
         for event in client.stream(prompt, **options):
             answer.add(event)
@@ -173,22 +120,6 @@ def print_answer(
             if console.is_terminal:
                 console.print(completion.summary, style="dim", highlight=False)
     return completion
-
-
-def _lines() -> Iterator[str]:
-    """What people type until /quit, empty lines left out."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() then knows the arrow keys
-    terminal = sys.stdin.isatty()
-    if terminal:
-        print(f"{QUIT} or Ctrl-D ends it", file=sys.stderr)
-    try:
-        while (line := input("> " if terminal else "").strip()) != QUIT:
-            if line:
-                yield line
-    except (EOFError, KeyboardInterrupt):
-        if terminal:
-            print()
 
 
 TERMINAL_COLOURS = ("green", "blue", "magenta", "cyan", "yellow")

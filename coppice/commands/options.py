@@ -21,12 +21,10 @@ def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
     return Option(*flags, metavar=metavar, callback=split, help=what)
 
 
-def file(flag: str, what: str, *suffixes: str) -> Any:
-    """An option that names a file to write; whether it can be, and its suffix, are checked before the work."""
+def file(flag: str, what: str) -> Any:
+    """An option that names a file to write; whether it can be is checked before the work."""
 
     def check(path: Path | None) -> Path | None:
-        if path and suffixes and path.suffix not in suffixes:
-            raise typer.BadParameter(f"{path} does not end in {' or '.join(suffixes)}")
         if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
             raise typer.BadParameter(f"{path} cannot be written")
         return path

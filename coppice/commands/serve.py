@@ -2,13 +2,12 @@
 
 import os
 import sys
-from inspect import Parameter, Signature
-from typing import Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
 
 from coppice.config.settings import Settings
 from coppice.stack.child import OPENMP_SPINS
@@ -44,44 +43,19 @@ app = typer.Typer(
 )
 
 
-class _Service(TyperCommand):
-    """Its options are for --help and completion: the service reads what is given, and variables and YAML too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing or "--help" in args:
-            return super().parse_args(ctx, args)
-        ctx.args = args
-        return args
-
-
 def _values(field: FieldInfo) -> str:
     """What a setting may be: its kind or its values."""
     kind: Any = field.annotation
     return "|".join(get_args(kind)) if get_origin(kind) is Literal else str(kind) if get_args(kind) else kind.__name__
 
 
-def _options(section: str) -> list[Parameter]:
-    """The settings of a section as options of a command, under its name and the first sentence of its docstring."""
-    model: type[BaseModel] = type(Settings.model_fields[section].default)
-    panel = f"{section}: {(model.__doc__ or '').partition('. ')[0].rstrip('.')}"
-    options = []
-    for name, field in model.model_fields.items():
-        default = None if field.default in ("", []) else str(field.default)
-        metavar = f"<{_values(field)}>"
-        option = typer.Option(f"--{section}.{name}", metavar=metavar, help=field.description, rich_help_panel=panel)
-        annotation = Annotated[str | None, option]
-        options.append(Parameter(f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-    return options
-
-
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def settings() -> None:
-    """List every setting of the services, with its kind, bounds and default, as a page of Markdown."""
-    print(PAGE)
-    for section, of_section in Settings.model_fields.items():
-        model: type[BaseModel] = type(of_section.default)
+def _print_sections(names: Iterable[str]) -> None:
+    """Print every setting of some sections, with its kind, bounds and default, as Markdown."""
+    for section in names:
+        model: type[BaseModel] = type(Settings.model_fields[section].default)
         print(f"\n## {section}\n\n{' '.join((model.__doc__ or '').split())}\n")
         for name, field in model.model_fields.items():
             pairs = [(sign, getattr(bound, of, None)) for bound in field.metadata for of, sign in BOUNDS.items()]
@@ -90,20 +64,25 @@ def settings() -> None:
             print(f"- `{section}.{name}{default}` ({_values(field)}{bounds}): {field.description}")
 
 
-def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:
-    """Make a role a command."""
+def settings() -> None:
+    """List every setting of the services, with its kind, bounds and default, as a page of Markdown."""
+    print(PAGE)
+    _print_sections(Settings.model_fields)
 
-    def serve(context: typer.Context, **_: Any) -> None:
+
+def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:
+    """Make a role a command, whose arguments the service reads by itself."""
+
+    def serve(context: typer.Context) -> None:
+        if "--help" in context.args:
+            print(f"coppice serve {role} [--config FILE] [--SECTION.NAME VALUE]...\n\n{doc}")
+            _print_sections((*sections, *EVERY_ROLE))
+            return
         command = [sys.executable, "-m", MODULES[role], *context.args]
         os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment()})  # noqa: S606
 
-    file = typer.Option("--config", metavar="FILE", help="YAML settings; COPPICE_CONFIG names it too.")
-    config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file])
-    parameters = [config, *(option for section in (*sections, *EVERY_ROLE) for option in _options(section))]
-    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    serve.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
-    serve.__annotations__ = {each.name: each.annotation for each in (context, *parameters)}
-    app.command(role, cls=_Service, help=f"{doc} A variable COPPICE_SECTION__NAME is a setting too.")(serve)
+    raw = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(role, help=doc, context_settings=raw)(serve)
 
 
 for _role, (_doc, _sections) in ROLES.items():

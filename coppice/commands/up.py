@@ -7,13 +7,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Annotated, Any, Literal
 
 import typer
@@ -39,7 +38,7 @@ from coppice.stack.process import ProcessFailed, why_no_port, write_ready
 from coppice.stack.spec import DEFAULT_ADAPTER_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT, target_warnings
 from coppice.telemetry import scrape
 
-WATCH_S, POLL_S = 0.5, 0.2
+WATCH_S = 0.5
 # Weights that run no code, and what configures the model, its tokenizer and its chat template; in its main folder only,
 # and without Mistral's second copy of the weights.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -110,7 +109,7 @@ def up(
             "verifier": {"verifier.kv_tokens": kv_tokens} if kv_tokens else {},
             "orchestrator": {setting: value for setting, value in given.items() if value is not None},
         }
-        _run(Stack(replace(spec, extra=extra), log_dir=log_dir), ready_file)
+        _run(Stack(replace(spec, extra=extra), log_dir=log_dir, say=print), ready_file)
 
 
 def _files(folder: Path, target: Path, chat_template: Path | None, token: str | None) -> dict[str, Any]:
@@ -226,8 +225,7 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
         orchestrator = stack.spec.extra.get("orchestrator", {})
         for warning in target_warnings(stack.spec.target, orchestrator.get("orchestrator.target")):
             _warn(warning)
-        with service_lines(console, stack):
-            stack.start()
+        stack.start()
         console.print(services_table(stack))
         for line in facts(stack, logs_stay):
             console.print(line, soft_wrap=True, highlight=False)
@@ -236,8 +234,7 @@ def _run(stack: Stack, ready_file: Path | None) -> None:
         line = f"stopping {', '.join(stack.processes)}; answers that are running have {ANSWERS_S} s to end"
         console.print(line, highlight=False, soft_wrap=True)
     finally:
-        with service_lines(console, stack):
-            stack.stop()
+        stack.stop()
         if ready_file:
             ready_file.unlink(missing_ok=True)
     if stack.unclean:
@@ -256,30 +253,6 @@ def _watch(stack: Stack, console: Console, ready_file: Path | None) -> None:
             if live:
                 monitor.look()
                 live.update(monitor.panel(), refresh=True)
-
-
-@contextmanager
-def service_lines(console: Console, stack: Stack) -> Iterator[None]:
-    """Print a line for each thing that a service begins to do, while a block starts or stops a stack."""
-    ended = Event()
-    latest = {name: state[0] for name, process in stack.processes.items() if (state := process.state)}
-
-    def show() -> None:
-        last = False
-        while not last:
-            last = ended.wait(POLL_S)
-            for name, process in list(stack.processes.items()):
-                if (state := process.state) and latest.get(name) != state[0]:
-                    latest[name] = state[0]
-                    console.print(f"{name}: {state[0]}, {state[1]:.1f} s", highlight=False, soft_wrap=True)
-
-    thread = Thread(target=show, name="service lines", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def services_table(stack: Stack) -> Table:

@@ -21,7 +21,6 @@ from coppice.limits import MAX_HEAD_NODES
 from coppice.machine import extension
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.telemetry import WARMING_UP
 from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft
 
@@ -222,6 +221,6 @@ def served_head(settings: DrafterSettings) -> Head:
     tokens = text_config(settings.target).get("max_position_embeddings") or 0 if settings.target else 0
     if 0 < head.max_context < tokens:
         log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)
-    log.info(WARMING_UP)
+    log.info("warming up")
     head.warm_up()
     return head

@@ -31,14 +31,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coppice.config.model import text_config
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.limits import MAX_TREE_DEPTH
-from coppice.speculation.sampling import DRAFT_STREAM, GAMMA, MASK_64, TOKEN_STREAM, decode_row, draw, mix, position_key
+from coppice.speculation.sampling import GAMMA, MASK_64, TOKEN_STREAM, mix, position_key
 from coppice.speculation.tree import DraftTree
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 
@@ -337,16 +336,6 @@ class Bigram:
         uniform = 1 / self.vocab_size if self.vocab_size else 0.0
         return (self._tokens[token] + kinds * uniform) / max(self._length + kinds, 1)
 
-    def row(self, previous: int) -> NDArray[np.float64]:
-        """Return (vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
-        row = np.full(self.vocab_size, 1 / self.vocab_size)
-        for counts in (self._tokens, self._followers.get(previous)):
-            if counts is not None:
-                row *= len(counts)
-                row[list(counts)] += list(counts.values())
-                row /= counts.total() + len(counts)
-        return row
-
 
 TextModel = Bigram | Lookup | Predicted
 """A model of the next token made of one session's text. Its `followers` are a bounded number of candidates, with
@@ -424,24 +413,6 @@ def grow(
     return tree, tuple(places)
 
 
-def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
-    """Draw a chain of min(budget, depth) tokens; returns it and the model's rows (n, vocab_size) that it is drawn from.
-
-    It is drawn with a stream of its own: the p/q rule needs drafts that do not depend on its accept and residual draws.
-    """
-    tokens, log_probs = list[int](), list[float]()
-    rows = np.zeros((min(job.budget, depth), model.vocab_size), np.float32)
-    token, score = job.root, 0.0
-    for level, row in enumerate(rows, start=1):
-        ids, row_log_probs = decode_row(np.log(model.row(token)), job.sampling)
-        row[ids] = np.exp(row_log_probs)
-        token = draw(ids, row_log_probs, job.sampling.seed, job.committed_len + level, DRAFT_STREAM)
-        score += float(row_log_probs[np.searchsorted(ids, token)])
-        tokens.append(token)
-        log_probs.append(score)
-    return DraftTree.chain(np.array(tokens, np.int64), np.array(log_probs, np.float32)), rows
-
-
 class NgramHead(Head):
     """Sessions that draft from their own text. Those of one salt share a memory, if there is any, and nothing else."""
 
@@ -460,8 +431,9 @@ class NgramHead(Head):
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Count the prompt, a chunk at a time, and first what its salt's sessions said since the last opening."""
-        head = self.description
-        memory = None
+        head, memory = self.description, None
+        if opening.want_q_rows:
+            raise InvalidField("open.want_q_rows", f"a {head.kind} head does not sample its drafts")
         if opening.salt and self._memory_tokens:
             memory = self._memory[key] = self._memories.setdefault(opening.salt, Memory(self._memory_tokens))
             self._memories.move_to_end(opening.salt)
@@ -469,9 +441,6 @@ class NgramHead(Head):
                 self._memories.popitem(last=False)
             yield from memory.count()
         model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup(memory.blocks if memory else ())
-        if opening.want_q_rows and not (isinstance(model, Bigram) and model.vocab_size):
-            reason = "of these heads only a bigram samples, where it knows the vocabulary (drafter.target)"
-            raise InvalidField("open.want_q_rows", reason)
         self._models[key] = model
         for start in range(0, len(opening.ids), CHUNK):
             model.extend(opening.ids[start : start + CHUNK])
@@ -493,10 +462,6 @@ class NgramHead(Head):
         """Draft session by session: there is no forward to share, so each tree goes out when it is ready."""
         for index, job in enumerate(jobs):
             model = self._models[job.key]
-            if job.want_q_rows and isinstance(model, Bigram):
-                chain, rows = sample_chain(model, job, self._depth)
-                yield [Growth(index, chain, last=True, q_rows=rows)]
-                continue
             deep = isinstance(model, Predicted) or (isinstance(model, Lookup) and bool(model.earlier))
             depth, least = (MAX_TREE_DEPTH, LEAST_SCORE) if deep else (self._depth, -math.inf)
             tree, places = grow(model, job, depth, self._width, least)

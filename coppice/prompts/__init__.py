@@ -6,20 +6,17 @@ from pathlib import Path
 
 from coppice.errors import InvalidField
 
-# The first of these that a line has is its prompt; `turns` are a conversation's questions (Spec-Bench, SPEED-Bench).
+# The first of these that a line has is its prompt; of `turns` (Spec-Bench, SPEED-Bench) the first one is.
 PROMPT_KEYS = ("ids", "turns", "prompt", "question", "problem", "text")
-# What SPEED-Bench's files hold in place of texts that are not its own.
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """One prompt: text or token ids, the questions that follow its answer, and what its line says of its origin."""
+    """One prompt: text or token ids, and what its line says of its origin."""
 
     prompt: str | tuple[int, ...]
     category: str = ""
     question_id: int | str = ""
-    later: tuple[str, ...] = ()
     where: str = ""
     """file and line"""
 
@@ -31,9 +28,6 @@ class FilePrompt:
 
 def read_prompts(path: Path) -> list[FilePrompt]:
     """All prompts of a .txt file (one a line) or of JSON lines. Raises InvalidField naming file and line."""
-    if path.suffix == ".parquet":
-        why = f'{path} is Parquet; as JSON lines: pandas.read_parquet(...).to_json(..., orient="records", lines=True)'
-        raise InvalidField("prompts", why)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -58,18 +52,15 @@ def _read_json_line(line: str, where: str) -> FilePrompt:
     key = next((key for key in PROMPT_KEYS if isinstance(fields, dict) and key in fields), None)
     if key is None:
         raise InvalidField("prompts", f"{where}: no object with one of {', '.join(PROMPT_KEYS)}")
-    turns = fields[key] if key == "turns" else [fields[key]]
+    prompt = fields[key]
     if key == "ids":
-        is_prompt = isinstance(turns[0], list) and all(type(token) is int and token >= 0 for token in turns[0])
-        turns = [tuple(turns[0])] if is_prompt and turns[0] else []
-    else:
-        is_prompt = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
-    if not (is_prompt and turns):
+        is_prompt = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        prompt = tuple(prompt) if is_prompt else ()
+    elif key == "turns":
+        prompt = prompt[0] if isinstance(prompt, list) and prompt else ""
+    if not prompt or not isinstance(prompt, str | tuple):
         raise InvalidField("prompts", f"{where}: {key} is empty or of the wrong type")
-    prompt, *later = turns
-    if any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in (prompt, *later)):
-        raise InvalidField("prompts", f"{where}: a placeholder; SPEED-Bench's prepare_data.py fetches the text")
     question_id = fields.get("question_id", "")
     if type(question_id) is not int:
         question_id = str(question_id)
-    return FilePrompt(prompt, str(fields.get("category", "")), question_id, tuple(later), where)
+    return FilePrompt(prompt, str(fields.get("category", "")), question_id, where)

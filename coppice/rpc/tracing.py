@@ -1,4 +1,4 @@
-"""Traces (OpenTelemetry): one a request, with spans of the client, the orchestrator, the drafters and the verifier.
+"""Traces (OpenTelemetry): one a request, with spans of the orchestrator, the drafters and the verifier.
 
 The context travels as W3C `traceparent` in the metadata of the calls that open streams. A span below that of a call is
 made when its end is known, from times that are measured anyway, so that a step that is not sampled costs nothing.
@@ -106,51 +106,36 @@ def current() -> Trace | None:
 
 def metadata() -> Metadata:
     """Metadata that hands the trace of the call that this task serves on to a call that it makes."""
-    api = _api()
-    return _written(api.get_current_span()) if api else ()
+    carrier: dict[str, str] = {}
+    if _api():
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-
-@contextmanager
-def calling(name: str) -> Iterator[Metadata | None]:
-    """A span of a client's call, below the caller's own span if it has one; gives the metadata to call with."""
-    if (api := _api()) is None:
-        yield None
-        return
-    with _ended(_start(name, None, kind=api.SpanKind.CLIENT)) as span:
-        yield _written(span)
+        TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
 
 
 @contextmanager
 def serving(method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
-    """A span of a call that is served, below the one that its metadata names. method: its full name."""
+    """A span of a call that is served, below the one that its metadata names. method: its full name. It ends as failed
+    when an error passes; the error's name says which, as its text may quote the request.
+    """
     api = _api()
     carrier = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")} if api else {}
     if api is None or not (carrier or method == GENERATE):
         yield
         return
     from opentelemetry.context import Context
+    from opentelemetry.trace import StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     above = TraceContextTextMapPropagator().extract(carrier, Context())
-    with (
-        _ended(_start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)) as span,
-        api.use_span(span, record_exception=False, set_status_on_exception=False),
-    ):
-        yield
-
-
-@contextmanager
-def _ended(span: Span) -> Iterator[Span]:
-    """End a span, as failed when an error passes. The error's name says which; its text may quote the request."""
-    from opentelemetry.trace import StatusCode
-
-    try:
-        yield span
-    except Exception as error:  # not those by which a call is left early
-        span.set_status(StatusCode.ERROR, type(error).__name__)
-        raise
-    finally:
-        span.end()
+    span = _start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)
+    with api.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield
+        except Exception as error:  # not those by which a call is left early
+            span.set_status(StatusCode.ERROR, type(error).__name__)
+            raise
 
 
 def _api() -> Any:
@@ -161,11 +146,3 @@ def _api() -> Any:
 def _start(name: str, above: Context | None, **options: Any) -> Span:
     span: Span = _api().get_tracer("coppice", coppice.__version__).start_span(name, above, **options)
     return span
-
-
-def _written(span: Span) -> Metadata:
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, _api().set_span_in_context(span))
-    return tuple(carrier.items())

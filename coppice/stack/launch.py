@@ -43,9 +43,11 @@ class Stack:
         via: Callable[[str, str], str] = lambda name, address: address,
         log_dir: Path | None = None,
         ready_s: float = 3600.0,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
         """modules: what is run for each role. via: where others are to reach a process (a proxy), given its name and
-        HOST:PORT. log_dir: None: a temporary folder. ready_s: for the services to load. Raises InvalidField.
+        HOST:PORT. log_dir: None: a temporary folder. ready_s: for the services to load. say: is given a line for
+        each that has. Raises InvalidField.
         """
         self.spec = spec
         self.settings = spec.settings()
@@ -56,7 +58,7 @@ class Stack:
         self.processes: dict[str, ServiceProcess] = {}
         """every process by name, whether it runs or not, in the order of their start"""
         self.redis: LocalRedis | None = None  # its own, when signals need one
-        self._modules, self._via, self._ready_s = modules, via, ready_s
+        self._modules, self._via, self._ready_s, self._say = modules, via, ready_s, say
         self._held = contextlib.ExitStack()  # log folder and Redis, and the ports of processes, while one is dead, too
         self._flags: dict[str, Any] = {}  # of every process
         self._deadline, self._kv_tokens = 0.0, -1
@@ -195,11 +197,15 @@ class Stack:
 
     def _await_all(self) -> None:
         """Wait until every process is ready. Raises ProcessFailed as soon as one of them has ended."""
-        while waiting := [each for each in self.processes.values() if not (each.ready or each.find_ready())]:
+        waiting = [process for process in self.processes.values() if not process.ready]
+        while waiting:
             for process in self.processes.values():
                 process.check()
             if time.monotonic() > self._deadline:
                 waiting[0].wait_ready(self._deadline)
+            for process in filter(ServiceProcess.find_ready, tuple(waiting)):
+                waiting.remove(process)
+                self._say(f"{process.name}: ready, {process.load_s:.1f} s")
             time.sleep(LOOK_S)
 
 

@@ -26,7 +26,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coppice.config.sections import SERVICES
 from coppice.errors import CoppiceError, Unavailable
 from coppice.stack import child
-from coppice.telemetry import WARMING_UP
 
 POLL_S = 0.05
 REDIS_READY_S, REDIS_STOP_S = 10.0, 5.0
@@ -241,17 +240,6 @@ class ServiceProcess:
             self.ready = ready if _healthy(ready.health, SERVICES[self.role]) else None
             self.load_s = self._ready_file.stat().st_mtime - self._started_at
         return self.ready
-
-    @property
-    def state(self) -> tuple[str, float] | None:
-        """What it is doing and for how long, or "ready" and how long that took, in seconds; None if it does not run."""
-        if self._process is None or self.exit_code is not None:
-            return None
-        if self._stopped_at:
-            return "stopping", time.time() - self._stopped_at
-        with contextlib.suppress(FileNotFoundError):
-            return "ready", self._ready_file.stat().st_mtime - self._started_at
-        return WARMING_UP if WARMING_UP in self._log(TAIL_LINES) else "loading", time.time() - self._started_at
 
     def check(self, healthy_s: float = 0.0) -> None:
         """Raise ProcessFailed if it is not running, Refused if it has said why it does not start; with `healthy_s` also

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
-from coppice.config.model import read_tokenizer, text_ends
+from coppice.config.model import read_tokenizer
 from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
 from coppice.wire.generation import Origin
 
@@ -32,7 +32,6 @@ Verdict = Literal["identical", "tie", "wrong"]
 # transformers made row by row or 13 at once, 385 were others than in one forward over the text, by at most 0.185; of
 # some 50,000 at T = 1 two were, by 0.423 and 0.533. In float32 nothing may differ: a tie there is reported, and fails.
 EPS = 0.8
-_ANSWER = "@an answer@"
 _SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -67,26 +66,9 @@ class TargetText:
     def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
         """Token ids of a text, as the tokenizer alone gives them, or of a user's message in the chat template."""
         if chat:
-            text = self._rendered([("user", text)])
+            turns = [{"role": "user", "content": text}]
+            text = self._chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return tuple(self._tokenizer.encode(text, add_special_tokens=not chat).ids)
-
-    def encode_between(self, question: str, after: str, chat: bool) -> tuple[int, ...]:
-        """Ids between the answers to two questions; without a chat template the second is a paragraph of its own."""
-        text = f"\n\n{after}\n"
-        if chat:
-            messages = [("user", question), ("assistant", _ANSWER), ("user", after)]
-            text = self._rendered(messages).rpartition(_ANSWER)[2]
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def ended(self, ids: Sequence[int]) -> Sequence[int]:
-        """An answer up to the id that ends it, excluded; all of it without one."""
-        ends = next(iter(text_ends(self._target).values()), ())
-        return ids[: next((at for at, token in enumerate(ids) if token in ends), len(ids))]
-
-    def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
-        turns = [{"role": role, "content": content} for role, content in messages]
-        text: str = self._chat.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return text
 
     @cached_property
     def _chat(self) -> Any:
@@ -130,7 +112,7 @@ class Reference:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
         A step is a forward behind the prefill, whose own token is not counted as decoded. `generate` knows of a bias
-        and the repetition penalty alone. `options` are its own, of drafts that it looks up and of its cache.
+        and the repetition penalty alone. `options` are its own, such as of its cache.
         """
         torch, heard = self._torch, list[tuple[float, int]]()  # when the prompt and what each forward made came
         streamer = SimpleNamespace(put=lambda ids: heard.append((time.perf_counter(), ids.numel())), end=lambda: None)

@@ -23,7 +23,7 @@ from coppice.engine.rows import PackedBatch, pack
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import BLOCK_SIZE, LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY, TREE_ROOM
 from coppice.speculation.grammar import Guide
-from coppice.telemetry import WARMING_UP, SessionMetrics
+from coppice.telemetry import SessionMetrics
 from coppice.wire.common import FeatureRef
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
@@ -159,7 +159,7 @@ class Worker(BatchingThread):
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.context.tokens, why=cut_by)
         self._grammars = Grammars(self.settings.target, self.engine.info)
-        log.info(WARMING_UP)
+        log.info("warming up")
         for rows in range(WARM_ROWS, 0, -1):
             self.engine.timing(rows, context=WARM_ROWS, repeats=1)
         warm_up(self.engine)

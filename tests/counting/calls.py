@@ -6,6 +6,7 @@ A function counts when it is called at least 0.8 times a step, so that what happ
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections import Counter

@@ -166,7 +166,7 @@ ORDER = (
     ("orchestrator/http",),
     ("coppice/commands",),
     ("lab",),
-    ("lab/paper", "lab/pretrain", "lab/services"),
+    ("lab/paper", "lab/pretrain"),
 )
 """Floors, the lowest first: a folder imports from floors below its own, and from itself."""
 

@@ -180,11 +180,13 @@ def test_what_does_not_start_shows_its_log_and_stops_the_others(target: Path, na
 def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_GRACE_S", 1.0)
     spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
-    with Stack(spec, FAKES) as stack:
+    lines = list[str]()
+    with Stack(spec, FAKES, say=lines.append) as stack:
         pid = stack.services["verifier"].pid
         status, terminate = Path(f"/proc/{pid}/status"), 1 << (signal.SIGTERM - 1)
         assert eventually(lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & terminate, 30)
         stack.stop()
+    assert [line.partition(",")[0] for line in lines] == ["verifier: ready", "orchestrator: ready"]
     assert "verifier" in stack.unclean
     assert not psutil.pid_exists(pid)
 

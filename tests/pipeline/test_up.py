@@ -280,8 +280,7 @@ def test_a_request_is_one_trace_everywhere(target: Path, tmp_path: Path, monkeyp
     orchestrator, verifier = "coppice-orchestrator", "coppice-verifier"
     assert found == {
         ("application", "question", ""),
-        ("application", "generate", "question"),
-        (orchestrator, "GenerationService/Generate", "generate"),
+        (orchestrator, "GenerationService/Generate", "question"),
         *((orchestrator, name, "GenerationService/Generate") for name in ("queue", "prefill", "step")),
         *((orchestrator, name, "step") for name in ("ask", "draft", "choose", "send", "verify", "commit")),
         (verifier, "VerifierService/Verify", "GenerationService/Generate"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from services.drafter.worker import MAX_BACKLOG, Session, Worker
 from tests.processes import Service, StartService
 from tests.sessions import TEXT as IDS
 from tests.sessions import DrafterClient, drafter_idle, drafting, status_of
+from tests.tiny import make_target
 
 VOCAB = 50
 
@@ -105,8 +107,9 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(lookup: Se
         assert (await other.draft(3)).nodes == own_tree(IDS, 3, 16)
 
 
-async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service: StartService, target: str) -> None:
-    flags = ["--drafter.kind", "bigram", "--drafter.name", "pairs", "--drafter.target", target]
+async def test_q_rows_travel_with_a_chain_and_limits_hold(start_service: StartService, tmp_path: Path) -> None:
+    folder = str(make_target(tmp_path, VOCAB, tokenizer=False))
+    flags = ["--drafter.kind", "lm", "--drafter.path", folder, "--drafter.target", folder]
     bounds = ["--limits.sessions", "2", "--limits.idle_s", "0.3"]
     with start_service("services.drafter", *flags, *bounds) as service:
         async with drafting(service) as stub:
