@@ -158,10 +158,10 @@ class ChatTemplate:
         """
         if reserved := sorted(self._reserved & arguments.keys()):
             raise InvalidField("template_arguments", f"{reserved[0]} is no argument of a template")
+        filled = [message.fields for message in messages]
         try:
             if self._error:
                 raise self._error
-            filled = [message.fields for message in messages]
             arguments = {"add_generation_prompt": True, **arguments}
             text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, **arguments)
             if len(text.encode()) > _CHAT_BYTES:

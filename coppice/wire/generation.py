@@ -44,7 +44,10 @@ class ChatMessage:
     def fields(self) -> dict[str, Any]:
         """The message as chat templates know it."""
         fields = {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
-        return fields | ({"tool_calls": json.loads(self.tool_calls)} if self.tool_calls else {})
+        try:
+            return fields | ({"tool_calls": json.loads(self.tool_calls)} if self.tool_calls else {})
+        except (ValueError, RecursionError):
+            raise InvalidField("chat.messages.tool_calls", "is no JSON") from None
 
 
 def _wrapped(inner: str, least: int, most: int, field: str = "") -> Conversion:

@@ -44,10 +44,15 @@ Text = Annotated[str, AfterValidator(_check_unicode)]  # A string that can be se
 Neutral = dict[str, tuple[object, ...] | None]
 
 
+def _allow_null(schema: Json) -> None:
+    for name in schema["properties"].keys() - {*schema.get("required", ())}:
+        schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+
+
 class Object(BaseModel):
     """A JSON object. A field that is null counts as one that is not there."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_null)
     NEUTRAL: ClassVar[Neutral] = {}
     """Fields that are not served, and their values that ask for nothing; None: any, as a hint changes no answer"""
 
@@ -434,7 +439,7 @@ class ChatBody(Sampled, Rendered):
         if chat and chat.reasoning:
             tags += chat.reasoning
             fields["want_prompt_ids"] = True
-        fields["keep_special_tokens"] = bool(chat and chat.is_hidden(*tags))
+        fields["keep_special_tokens"] = bool(chat and not chat.tokens.special.keys().isdisjoint(tags))
         prompt = [message.plain for message in self.messages]
         return self._requests([prompt], min(self.limit, bound), **fields)
 

@@ -71,12 +71,8 @@ class Typed(Object):
 class FunctionTool(Function, Typed):
     """A function that the model may call."""
 
-    NEUTRAL: ClassVar[Neutral] = {
-        **Function.NEUTRAL,
-        "output_schema": None,
-        "allowed_callers": None,
-        "defer_loading": (False,),
-    }
+    NEUTRAL: ClassVar[Neutral] = {"output_schema": None, "allowed_callers": None, "defer_loading": (False,)}
+    NEUTRAL |= Function.NEUTRAL
 
 
 class TextConfig(Object):
@@ -127,13 +123,9 @@ class ResponsesBody(Body):
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
-            for tool in self.tools
-        ]
-        shared = {
-            name: getattr(self, name) for name in ("temperature", "top_p", "parallel_tool_calls", "policy", "budget")
-        }
+        functions = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
+        tools = [{"type": "function", "function": function} for function in functions]
+        shared = self.model_dump(include={"temperature", "top_p", "parallel_tool_calls", "policy", "budget"})
         fields = {"messages": messages, "tools": tools, "tool_choice": choice, "response_format": form}
         try:
             return ChatBody.model_validate({**shared, **fields, "max_completion_tokens": self.max_output_tokens})

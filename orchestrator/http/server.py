@@ -60,6 +60,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_JSON, _EVENTS = "application/json", "text/event-stream"
 MAX_TOKENS_HEADER = "x-coppice-max-tokens"
 """How many new tokens an answer may have that was asked for with a larger limit"""
 
@@ -88,8 +89,10 @@ def make_app(api: Api, page: bool = False) -> FastAPI:
             error = HTTPException(415, "send Content-Type: application/json")
         return error_response(error)
 
-    for method, path, endpoint in api.routes(page):
-        app.add_api_route(path, endpoint, methods=[method])
+    for method, path, endpoint, *kinds in api.routes(page):
+        plain = JSONResponse if _JSON in kinds else Response
+        content: Any = {200: {"content": {kind: {} for kind in kinds}}}
+        app.add_api_route(path, endpoint, methods=[method], response_class=plain, responses=content)
     for path, file in FILES.items() if page else ():
         app.add_route(path, partial(_serve, file), include_in_schema=False)
     return app
@@ -118,25 +121,25 @@ class Api:
             if not call.expired():
                 call.reschedule(0)
 
-    def routes(self, page: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-        """Method, path and endpoint of OpenAI's API, of what probes and engines have beside it, and of the page's."""
+    def routes(self, page: bool) -> Iterator[tuple[str, str, Callable[..., Any], *tuple[str, ...]]]:
+        """Method, path, endpoint and media types of OpenAI's API, of what stands beside it, and of the page's."""
         yield "GET", "/health", self.health
         yield "GET", "/ping", self.health
         yield "GET", "/ready", self.ready
-        yield "GET", "/version", self.version
+        yield "GET", "/version", self.version, _JSON
         if not self._service.settings.orchestrator.tokens:  # metrics name all clients
-            yield "GET", "/metrics", self.metrics
-        yield "GET", "/v1/models", self.models
-        yield "GET", "/v1/models/{name:path}", self.model
-        yield "POST", "/v1/completions", self.completions
-        yield "POST", "/v1/chat/completions", self.chat_completions
-        yield "POST", "/v1/responses", self.responses
-        yield "POST", "/tokenize", self.tokenize
-        yield "POST", "/detokenize", self.detokenize
+            yield "GET", "/metrics", self.metrics, "text/plain"
+        yield "GET", "/v1/models", self.models, _JSON
+        yield "GET", "/v1/models/{name:path}", self.model, _JSON
+        yield "POST", "/v1/completions", self.completions, _JSON, _EVENTS
+        yield "POST", "/v1/chat/completions", self.chat_completions, _JSON, _EVENTS
+        yield "POST", "/v1/responses", self.responses, _JSON, _EVENTS
+        yield "POST", "/tokenize", self.tokenize, _JSON
+        yield "POST", "/detokenize", self.detokenize, _JSON
         if page:
-            yield "GET", "/model", self.described
-            yield "POST", "/trace/completions", self.trace_completion
-            yield "POST", "/trace/chat/completions", self.trace_chat
+            yield "GET", "/model", self.described, _JSON
+            yield "POST", "/trace/completions", self.trace_completion, _EVENTS
+            yield "POST", "/trace/chat/completions", self.trace_chat, _EVENTS
 
     async def health(self) -> Response:
         """Answer while the process lives."""

@@ -227,10 +227,6 @@ class ChatFormat:
         tools = next((each for each in FORMATS if re.search(each.mark, template)), None)
         return cls(tokens, reasoning, tools)
 
-    def is_hidden(self, *tags: str) -> bool:
-        """Whether one of the tags is a special token, which texts leave out by default."""
-        return any(tag in self.tokens.special for tag in tags)
-
 
 class AnswerParser:
     """Splits one answer's text into content, reasoning and calls. Text that may turn out to be a tag is held back.

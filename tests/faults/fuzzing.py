@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from google.protobuf.message_factory import GetMessageClass
 from coppice.errors import CALL_ENDED
 
 SEED = 1
-HANG_S = 2.0  # longest wait for an answer, and for the end
+HANG_S = 2.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # longest wait for an answer, and for the end
 _DEPTH = 4  # of messages in a made-up message
 
 Talk = Generator[tuple[Message, bool], Message | None]

@@ -125,16 +125,17 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
     return says
 
 
-def linking(method: str, says: Says) -> Says:
-    """Frames of a few sessions of a method, which begin and end together or one behind the other."""
+def linking(**methods: Says) -> Says:
+    """Frames of a few sessions of these methods, which begin and end together or one behind the other."""
 
     def frames(random: Random, name: str) -> Talk:
-        running = {number: says(random, f"{name}-{number}") for number in range(1, random.randint(2, 5))}
+        chosen = {number: random.choice(list(methods)) for number in range(1, random.randint(2, 5))}
+        running = {number: methods[method](random, f"{name}-{number}") for number, method in chosen.items()}
         begun = set[int]()
         while running:
             frame = Frame()
             for number in random.sample(list(running), random.randint(0, len(running))):
-                item = frame.items.add(session=number, method="" if number in begun else method)
+                item = frame.items.add(session=number, method="" if number in begun else chosen[number])
                 begun.add(number)
                 said = next(running[number], None)
                 if said is None:

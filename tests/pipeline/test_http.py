@@ -337,6 +337,7 @@ def test_the_description_lists_every_path_and_field(stack: Stack) -> None:
         for method in methods.values():
             assert len(method["description"]) > 9
             assert set(method["responses"]) == {"200", "4XX"}
+    assert "text/event-stream" in described["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
     names = {name for schema in described["components"]["schemas"].values() for name in schema["properties"]}
     assert {"messages", "prompt", "policy", "include_usage"} <= names
 

@@ -227,6 +227,8 @@ async def test_a_chat_is_its_text_with_its_arguments_whatever_its_length(target:
         for text in ("[1]", "{", "[" * 100_000, "5"):
             with pytest.raises(InvalidField, match=r"^template_arguments: is no JSON object"):
                 await encoding.encode(turns("a"), template_arguments=text)
+        with pytest.raises(InvalidField, match=r"^chat\.messages\.tool_calls: is no JSON"):
+            await encoding.encode([ChatMessage("assistant", "", tool_calls="\0")])
 
 
 async def asked(encoding: Encoder, count: int) -> list[asyncio.Task[list[int]]]:
