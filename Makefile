@@ -81,7 +81,7 @@ image: ## build the images coppice:VERSION-cpu and -cuda; REGISTRY=HOST/PATH pus
 	$(if $(REGISTRY),docker push $(IMAGE)-cpu && docker push $(IMAGE)-cuda)
 
 chart: setup ## render the Helm chart with every values file, check and run what it renders
-	$(BIN)/python -m pytest tests/chart
+	COPPICE_PROOF=1 $(BIN)/python -m pytest tests/chart
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -179,11 +179,11 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
-    "Python outside tests": 30_438,
-    "of it lab": 2_952,
-    "files outside tests": 153,
-    "Python of tests": 29_115,
-    "words of docs": 23_834,
+    "Python outside tests": 29_718,
+    "of it lab": 2_555,
+    "files outside tests": 150,
+    "Python of tests": 26_971,
+    "words of docs": 23_789,
     "settings": 69,
     "MB of tracked files": 73,
 }
@@ -384,5 +384,5 @@ def test_the_files_and_commands_of_the_campaigns_exist() -> None:
         command = CAMPAIGNS[name]
         ended = CliRunner().invoke(app, [*command[command.index("bench") :], "--help"])
         assert ended.exit_code == 0, ended.output
-    with pytest.raises(SystemExit, match="no campaign begins with 'lightning'; there are tree, "):
+    with pytest.raises(SystemExit, match="no campaign begins with 'lightning'; there are trees and draws, "):
         main(["lightning"])

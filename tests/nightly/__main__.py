@@ -62,6 +62,7 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "faults in clear": (*FAULTS_OF, "--repeat", "2", "--json", str(LOGS / "faults in clear.json")),
     "weight syncs": pytest("services/test_weight_sync", repeat=3),
     "adapter": pytest("services/test_adapter", "services/test_signal_stream", "pipeline/test_adaptation", repeat=3),
+    "chart": pytest(*(f"chart/test_{name}" for name in ("chart", "contract", "run"))),
     "schemas": pytest("nightly/test_schemas"),
     "shipped heads": pytest("nightly/test_shipped_heads"),
     "hybrids": pytest("nightly/test_hybrid_at_length"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from coppice.adaptation.signals import NUMBER, redis_key
+from coppice.adaptation.signals import NUMBER, QueryRecord, Sample, redis_key
 from coppice.client.adapter import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import InvalidField, NotFound
@@ -100,21 +100,29 @@ def test_a_query_is_told_and_its_text_sampled(stack: Stack) -> None:
     assert stack.redis
     store = Redis.from_url(stack.redis.url)
     for policy in POLICIES[:2]:
-        known, steps = {record.session for record in queries(store, "eagle")}, 0
+        known = {record.session for record in queries(store, "eagle")}
         told = {"policy": policy, "max_new_tokens": 40, "ignore_eos": True}
         with Client(stack.address) as client:
             answer = client.generate(PROMPTS[2], **told)  # type: ignore[arg-type]
-        assert eventually(lambda: len(queries(store, "eagle")) > len(known))  # noqa: B023
-        (record,) = [record for record in queries(store, "eagle") if record.session not in known]
-        steps = answer.steps
-        assert (record.steps, record.new_tokens) == (steps, 40)
+
+        def new() -> list[QueryRecord]:
+            """The query's record; those of shorter answers before it may come late."""
+            records = queries(store, "eagle")
+            return [each for each in records if each.session not in known and each.new_tokens == 40]  # noqa: B023
+
+        assert eventually(new)
+        (record,), steps = new(), answer.steps
+        assert record.steps == steps
         assert record.tau == pytest.approx(39 / steps)  # the first token came with the prompt
         assert record.tokens_per_s > 0
         assert 0 < record.s <= steps
         text, end = [*PROMPTS[2], *answer.ids], 0
-        taken = [each for each in samples(store, "eagle") if each.session == record.session]
-        assert taken
-        for each in taken:  # windows of the text, none of a position twice
+
+        def taken(session: str = record.session) -> list[Sample]:
+            return [each for each in samples(store, "eagle") if each.session == session]
+
+        assert eventually(taken)
+        for each in taken():  # windows of the text, none of a position twice
             tokens = each.tokens.tolist()
             starts = range(max(end + 1, len(tokens)), len(text) + 1)
             end = next(at for at in starts if text[at - len(tokens) : at] == tokens)

@@ -16,6 +16,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.drafter import Advance
 from tests.pretend import Counts, pretending
+from tests.tiny import make_target
 from tests.unit.test_feature_heads import Text, assert_same, drafted, opened, save_random
 
 LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
@@ -28,7 +29,7 @@ COPIES = {"specblock": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
 def head_of(kind: str, folder: Path, target: Path, device: str) -> Any:
     """A head of random weights."""
     torch.set_num_threads(1)
-    path = target if kind == "lm" else save_random(folder / kind, kind)
+    path = make_target(folder / kind, 96, tokenizer=False) if kind == "lm" else save_random(folder / kind, kind)
     own = path if kind == "mtp" else target
     settings = DrafterSettings(
         kind=kind, path=str(path), target=str(own), kv_tokens=4096, depth=DEPTH, device=device, dtype="float32"

@@ -24,8 +24,8 @@ PLAYED = [
     for number, rule in enumerate(RULES)
     for params in (SETTINGS if PROOF else SETTINGS[number // 2 % 2 :][:1])
 ]
-DRAWN = [*(product if PROOF else partial(zip, strict=True))(law.CHAINS, SETTINGS)]
-"""each rule, and each head, under one of the settings in turns; at full counts under both"""
+DRAWN = [*product(law.CHAINS, SETTINGS)]
+"""each rule under one of the settings in turns, at full counts under both; each head under both"""
 
 
 def p_of(decode: Decode, params: SamplingParams, first_seed: int) -> float:
