@@ -1,8 +1,7 @@
 """A stack of tiny models, in which processes and not forwards are what takes time.
 
-`python -m tests.tiny_stack KIND bench identity --ids 20000` runs a command of `coppice` that takes --target and --head
-on such a stack. KIND is plain, grammar (its target has a tokenizer, and answers match a pattern) or hybrid (its target
-keeps states).
+`python -m tests.tiny_stack KIND bench identity --ids 20000` runs a command that takes --target and --head on such a
+stack. KIND is plain, grammar (the target has a tokenizer, answers match a pattern) or hybrid (the target keeps states).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
 ONE_THREAD_EACH = {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""variables for the processes of such a stack"""
 PATTERN = '([a-z]{2,5}: [0-9]{1,3}(, |\\.\n)|"x"){150,}'
 """of texts that are longer than what is asked for, and in parts forced"""
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from coppice.errors import Overloaded
 
 _SHORTEST_HINT_S, _LONGEST_HINT_S = 0.1, 60.0
-_TRIES = 4  # of those who were refused, for each place that becomes free
+_TRIES, _LONGEST_TURNS = 2, 8  # how many of the refused come back for a free place; after how many turns at most
 
 
 class Admission:
@@ -48,7 +48,7 @@ class Admission:
         """The refusal, with a hint when to come back, each later than the last: a few come back for each free place."""
         now = asyncio.get_running_loop().time()
         later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES
-        longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _TRIES * self._held_s)
+        longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _LONGEST_TURNS * self._held_s)
         self._next_back = min(later, now + longest)
         return Overloaded(reason, self._next_back - now)
 

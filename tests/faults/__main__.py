@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -78,7 +79,7 @@ def faults(
         with reporting("faults", spec, Options(json_file=json_file)) as report:
             for stack_spec in (spec, adapting):
                 if chosen := [scenario for scenario in scenarios if scenario.adapts == stack_spec.adapt]:
-                    campaign(stack_spec, chosen, plan, report, console.print)
+                    campaign(stack_spec, chosen, plan, report, partial(console.print, soft_wrap=True))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s
 MUTANTS = ("mutant", "check", "tokens", "found", "ok")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates", "-vv", "-rs")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
-IDENTITY = (sys.executable, "-m", "tests.tiny_stack")
-FAULTS_OF = (sys.executable, "-m", "tests.faults")
+IDENTITY, FAULTS_OF = (sys.executable, "-m", "tests.tiny_stack"), (sys.executable, "-m", "tests.faults")
 
 
 def pytest(*files: str, repeat: int = 1) -> tuple[str, ...]:

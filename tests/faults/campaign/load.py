@@ -141,7 +141,9 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._session(number)) for number in range(self._sessions)]
+        clients = [AsyncClient(self._address) for _ in range(self._sessions)]
+        await asyncio.gather(*(client.describe() for client in clients))  # connecting is no part of a request
+        self._tasks = [asyncio.create_task(self._session(*each)) for each in enumerate(clients)]
         return self
 
     async def __aexit__(
@@ -164,8 +166,8 @@ class Load:
         """Received so far."""
         return sum(len(stream.ids) for stream in self.streams)
 
-    async def _session(self, number: int) -> None:
-        async with AsyncClient(self._address) as client:
+    async def _session(self, number: int, client: AsyncClient) -> None:
+        async with client:
             while not self._stopping and len(self.streams) < self._most:
                 question, expected = self._answers[number % len(self._answers)]
                 stream = Stream(expected)
