@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coppice.cli import main
-from coppice.testing.tiny_models import VOCAB, save_tiny
+from coppice.testing.tiny_models import save_tiny
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
@@ -38,7 +38,7 @@ def stack_of(kind: str, folder: Path) -> list[str]:
         return [*options(target, [f"self=lm:{target}", lookup]), "--regex", PATTERN]
     if kind == "hybrid":
         save_tiny("qwen3_5_text", "", folder / "target")
-        return options(folder / "target", [f"other=lm:{make_target(folder / 'other', VOCAB, tokenizer=False)}", lookup])
+        return options(folder / "target", ["bigram=bigram", lookup])
     return options(*tiny_stack(folder))
 
 

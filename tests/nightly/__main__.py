@@ -28,7 +28,7 @@ PAGES = ("docs/proof.*", "docs/gpu/*", "*.md", "*.svg", "*.png")
 """what may change without a campaign being run again"""
 COLUMNS = ("campaign", "commit", "date", "ok", "minutes", "result", "since")
 FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s", "recovery_p99_s", "ok")
-MUTANTS = ("mutant", "check", "tokens", "found", "ok")
+MUTANTS = ("mutant", "check", "tokens", "found")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates", "-vv", "-rs")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
 IDENTITY, FAULTS_OF = (sys.executable, "-m", "tests.tiny_stack"), (sys.executable, "-m", "tests.faults")
@@ -94,9 +94,8 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
             print(f"{name}, {(time.monotonic() - began) / 60:.1f} min: {line}", end="", flush=True)
             file.write(line)
     lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()] or [""]
-    key, columns = ("mutants", MUTANTS) if name == "planted bugs" else ("faults", FAULTS)
     report = json.loads(faults.read_text())["rows"] if faults.exists() else []
-    rows = [{column: row.get(column) for column in columns} for row in report]
+    rows = [{column: row[column] for column in (*FAULTS, *MUTANTS) if column in row} for row in report]
     # Too little proves nothing, nor do tests that were all skipped.
     weak = any(line.startswith("weak ") for line in lines) or re.search(r"^(?!.* passed).* skipped", lines[-1])
     ok = process.returncode == 0 and not weak
@@ -106,22 +105,22 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         "ok": ok,
         "minutes": (time.monotonic() - began) / 60,
         "result": _claim(lines, rows, failed=not ok)[:120],
-        key: rows,
+        "rows": rows,
     }
 
 
 def _claim(lines: Sequence[str], rows: Sequence[Mapping[str, Any]], *, failed: bool) -> str:
-    """The first check or test that failed; else what the rows of a campaign come to, or the first check that held, or
-    the last line.
-    """
+    """The first check or test that failed; else what ways or rows come to, the first check that held, the last line."""
     if failures := [line for line in lines if failed and line.startswith(("FAILED", "weak "))]:
         return failures[0]
+    if ways := [match for line in lines if (match := re.match(r"([0-9a-f]{64})  (\d+) ids  ", line))]:
+        return f"{ways[0][1][:16]} of {sum(int(way[2]) for way in ways)} ids in {len(ways)} ways"
     if rows and "mutant" in rows[0]:
         return f"{sum(bool(row['ok']) for row in rows)} of {len(rows)} planted bugs found"
     if rows:
         counts = (f"{sum(row[name] for row in rows)} {name}" for name in ("requests", "failed", "wrong"))
         return f"{', '.join(counts)}; recovery p99 at most {max(row['recovery_p99_s'] for row in rows):.1f} s"
-    return [*[line for line in lines if line.startswith("ok ")][:1], *lines[-1:], ""][0]
+    return [*[line for line in lines if line.startswith("ok ")][:1], *lines[-1:], ""][0].strip("= ")
 
 
 def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[str] = ("",)) -> bool:
@@ -150,7 +149,7 @@ def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[st
 def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
     """Return the table of campaigns as Markdown, then what failed in those of many rows."""
     rows = [results.get(name, {"campaign": name, "result": "not run"}) for name in campaigns]
-    failed = [row | fault for row in rows for fault in row.get("faults", ()) if not fault["ok"]]
+    failed = [row | fault for row in rows for fault in row.get("rows", ()) if not fault["ok"]]
     counts = Counter("not run" if "ok" not in row else "ok" if row["ok"] else "failed" for row in rows)
     return (
         "# Proof\n\nThe latest result of every campaign of `make nightly`, with the commit that it was measured at: "
