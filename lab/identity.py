@@ -1,8 +1,7 @@
 """`coppice bench identity`: one SHA-256 of greedy and sampled ids for every way to decode, and all are plain's.
 
 In float32 plain's text is compared with what transformers draws along it, so that a fault that all ways share is seen
-too. In bfloat16 rounding decides too often for that, and transformers knows no grammar: then verifiers are invariant,
-and all say one session's plain text.
+too. In bfloat16, where rounding decides, and under a grammar verifiers are invariant, and all say plain's first text.
 """
 
 import hashlib

@@ -47,6 +47,7 @@ Neutral = dict[str, tuple[object, ...] | None]
 def _allow_null(schema: Json) -> None:
     for name in schema["properties"].keys() - {*schema.get("required", ())}:
         schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+    schema["additionalProperties"] = {"type": "null"}
 
 
 class Object(BaseModel):

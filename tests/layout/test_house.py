@@ -180,10 +180,10 @@ MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 GENERATED = "docs/settings.md"  # of the settings' classes, word for word
 RATCHET = {
     "Python outside tests": 29_718,
-    "of it lab": 2_555,
+    "of it lab": 2_554,
     "files outside tests": 150,
     "Python of tests": 26_970,
-    "words of docs": 23_748,
+    "words of docs": 23_743,
     "settings": 69,
     "MB of tracked files": 73,
 }
