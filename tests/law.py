@@ -268,17 +268,20 @@ def biased(decode: Decode, law: Law, bias: float) -> Decode:
     return planted
 
 
+def p_of_step(head: str, params: SamplingParams, samples: int, first_seed: int = 0) -> float:
+    """The p-value of what a head drafts and p/q rejection makes of it, where they are seen together."""
+    told = {"prompt": PROMPT, "sampled": CHAINS[head]}
+    counts = counted(partial(pq_step, TABLES, **told), params, samples, first_seed)
+    return reference.p_value(counts, exact_pq_step(TABLES, params, **told))  # type: ignore[arg-type]
+
+
 def p_of(number: int, name: str, params: SamplingParams, samples: int) -> float:
     """The p-value of a rule by its number and name, of the planted bias, or of what p/q rejection makes of a chain."""
     seeds, rules = (params, samples, number * samples), exact_rules()
-    if name in rules:
-        return refuted(counted(rules[name], *seeds), TABLES.exact(params, PROMPT))
     if name in CHAINS:
-        told = {"tables": TABLES, "prompt": PROMPT, "sampled": CHAINS[name]}
-        counts = counted(lambda seeded: pq_step(params=seeded, **told), *seeds)
-        return reference.p_value(counts, exact_pq_step(params=params, **told))  # type: ignore[arg-type]
+        return p_of_step(name, *seeds)
     law = TABLES.exact(params, PROMPT)
-    return refuted(counted(biased(rules["plain"], law, 0.01), *seeds), law)
+    return refuted(counted(rules.get(name) or biased(rules["plain"], law, 0.01), *seeds), law)
 
 
 def main(samples: int) -> bool:

@@ -33,11 +33,7 @@ def p_of(decode: Decode, params: SamplingParams, first_seed: int) -> float:
     return p_value(law.counted(decode, params, SAMPLES, first_seed), TABLES.exact(params, PROMPT))
 
 
-def p_of_step(head: str, params: SamplingParams, first_seed: int = 0) -> float:
-    """The p-value of what a head drafts and p/q rejection makes of it, where they are seen together."""
-    told = {"prompt": PROMPT, "sampled": law.CHAINS[head]}
-    counts = law.counted(partial(law.pq_step, TABLES, **told), params, 4 * SAMPLES, first_seed)
-    return p_value(counts, law.exact_pq_step(TABLES, params, **told))
+p_of_step = partial(law.p_of_step, samples=4 * SAMPLES)
 
 
 @pytest.mark.parametrize(("rule", "params"), PLAYED)
