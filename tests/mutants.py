@@ -27,7 +27,7 @@ from services.verifier.session import Job, Session
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: what stands for a name of a module or class, and the check of tests/faults/test_mutants.py that finds it.
+    """A bug: what stands for a name of a module or class, and the check of tests/faults/planted.py that finds it.
 
     A function that stands for another gets that one before its arguments.
     """

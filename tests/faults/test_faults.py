@@ -14,6 +14,7 @@ import pytest
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.faults.campaign.rig import Fault, FaultRow, Plan, Rig, Scenario, proxied
 from tests.faults.campaign.scenarios import SCENARIOS
+from tests.mutants import MUTANTS, Mutant
 from tests.tiny import make_target
 
 
@@ -52,3 +53,9 @@ def test_texts_are_plains_and_nothing_is_left_behind(rig: Rig, scenario: Scenari
     row = asyncio.run(rig.run(scenario))
     assert row.repetitions
     assert [check for check in row.to_checks() if not check.ok] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_bug_can_be_planted(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it stands for is still there; `make nightly` looks whether its check finds it."""
+    mutant.plant(monkeypatch)

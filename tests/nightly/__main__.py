@@ -43,7 +43,7 @@ def pytest(*files: str, repeat: int = 1) -> tuple[str, ...]:
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "trees and draws": pytest(*(f"unit/test_{name}" for name in ("tree", "sampling", "acceptance", "routing"))),
     "law of every rule": (sys.executable, "-m", "tests.law"),
-    "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
+    "planted bugs": (sys.executable, "-m", "tests.faults.planted", "--json", str(LOGS / "planted bugs.json")),
     "hostile heads and clients": pytest(*(f"faults/test_{name}" for name in ("head_faults", "hostile", "streams"))),
     "bench exact": (*BENCH, "exact", "--dtype", "float32", "--n", "8"),
     **{

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import agents
-import litellm
 import numpy as np
 import openai
 import pytest
@@ -416,6 +414,8 @@ async def openai_choice(front: Front, stream: bool, **options: Any) -> Any:
 
 async def litellm_choice(front: Front, stream: bool, **options: Any) -> Any:
     """The same by LiteLLM."""
+    import litellm
+
     options |= {"model": "openai/target", "client": openai_client(front), "stream": stream}
     answer: Any = await litellm.acompletion(**options)
     if stream:
@@ -455,6 +455,8 @@ async def response_turn(front: Front, items: list[Any], stream: bool) -> str:
 
 async def agents_turn(front: Front, items: list[Any], stream: bool) -> str:
     """All answers to a question by OpenAI's Agents, which call the tools."""
+    import agents
+
     model = agents.OpenAIResponsesModel("target", openai_client(front))
     agent = agents.Agent("adder", tools=[agents.function_tool(add)], model=model)
     config = agents.RunConfig(tracing_disabled=True)  # a trace is sent to OpenAI
