@@ -421,11 +421,11 @@ class NgramHead(Head):
         if settings.path:
             raise InvalidField("drafter.path", f"a {settings.kind} head reads no weights, as of {settings.path}")
         vocab_size = int(text_config(settings.target).get("vocab_size", 0)) if settings.target else 0
-        self.description = HeadDescription(settings.name or settings.kind, settings.kind, vocab_size)
+        name, untrained = settings.name or settings.kind, (0.0,)
+        self.description = HeadDescription(name, settings.kind, vocab_size, expected_acceptance=untrained)
         settings = with_tree_shape(settings)
-        self._depth, self._width = settings.depth, settings.top_k
+        self._depth, self._width, self._memory_tokens = settings.depth, settings.top_k, settings.memory_tokens
         self._models: dict[int, TextModel] = {}
-        self._memory_tokens = settings.memory_tokens
         self._memories: OrderedDict[str, Memory] = OrderedDict()  # by salt, the one used longest ago first
         self._memory: dict[int, Memory] = {}
 

@@ -182,7 +182,7 @@ RATCHET = {
     "Python outside tests": 29_718,
     "of it lab": 2_554,
     "files outside tests": 150,
-    "Python of tests": 26_960,
+    "Python of tests": 26_969,
     "words of docs": 23_743,
     "settings": 69,
     "MB of tracked files": 73,

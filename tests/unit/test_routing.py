@@ -13,7 +13,9 @@ import torch
 from scipy.special import expit, logit
 
 from coppice.config.model import read_expectation
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
+from coppice.heads.ngram import NgramHead
 from coppice.speculation.policy import UNION, Choice, route
 from coppice.speculation.tree import DraftTree, prune, union
 from coppice.training.losses import expectation
@@ -156,6 +158,13 @@ def test_a_head_that_is_just_as_expected_is_never_suspected() -> None:
     alarms = [steps(AcceptanceWatch(expected, 1e-3), expected, 400, rng) < 400 for _ in range(200)]
     assert sum(alarms) <= 3  # the chance of more is below 1e-3
     assert steps(AcceptanceWatch(expected), expected, 2_000, rng) == 2_000
+
+
+@pytest.mark.parametrize("kind", ["lookup", "bigram"])
+def test_nothing_is_expected_of_a_head_without_weights(kind: str) -> None:
+    """On some texts it is never right, and nothing is wrong with it."""
+    watch = AcceptanceWatch(NgramHead(DrafterSettings(kind=kind)).description.expected_acceptance)
+    assert steps(watch, [0.0], 2_000, np.random.default_rng(3)) == 2_000
 
 
 @pytest.mark.parametrize(
