@@ -23,7 +23,7 @@ from tests.stacks import serving
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
-NEW_TOKENS, TRIES = 64, 2
+NEW_TOKENS, TRIES = 64, 3
 REGULAR = 0.8  # calls a step from which a function counts
 _ANSWER_S = 30.0
 
