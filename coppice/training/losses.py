@@ -267,9 +267,7 @@ class HeadLoss:
     def __call__(self, student: Any, answer: Answer, share: float = 1.0, cuts: Sequence[int] = ()) -> Tensor:
         """Return the loss in nats of (B, N + 1) answers after a `share` of the run; without `cuts` blocks draw them."""
         slots = self.slots(student, answer, cuts, masked=self.valid_prefix and share >= MASK_AFTER)
-        anchored: Iterable[Slot | None] = repeat(None)
-        if self.anchor is not None:
-            anchored = self.slots(self.anchor, answer, cuts, masked=False)
+        anchored: Iterable[Slot | None] = self.slots(self.anchor, answer, cuts) if self.anchor else repeat(None)
         total: Any = 0.0
         weight, weights = 1.0, 0.0
         for slot, copy in zip(slots, anchored, strict=False):
