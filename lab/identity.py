@@ -88,15 +88,15 @@ def two_of_each(spec: StackSpec, invariant: bool) -> StackSpec:
     )
 
 
-def ways_of(methods: Sequence[str], dtype: str, adapts: bool) -> tuple[list[Way], list[Way]]:
+def ways_of(methods: Sequence[str], dtype: str, learning: Sequence[str]) -> tuple[list[Way], list[Way]]:
     """Plain decoding, every method, budget and batch mix, and every method beside kills; then what is done once more
-    where links are cut and, if a head adapts, new weights are pushed.
+    where links are cut and, to the heads of the methods that are `learning`, new weights are pushed.
     """
     ways = [Way("plain", None, sessions) for sessions in SESSIONS]
     ways += starmap(Way, product(methods, BUDGETS[dtype], SESSIONS))
     ways += (Way(method, during=KILLS) for method in methods)
-    more = f", links cut{f' and {SYNCS}' if adapts else ''}"
-    return ways, [Way(method, during=f"{KILLS}{more}") for method in methods]
+    more = f"{KILLS}, links cut", f"{KILLS}, links cut and {SYNCS}"
+    return ways, [Way(method, during=more[method in learning]) for method in methods]
 
 
 def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
@@ -188,8 +188,9 @@ def _kill(stack: Stack, done: Event, killed: list[str]) -> None:
 def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: Sequence[str]) -> None:
     """Report a line for every way as it ends, and check that all are equal, long enough, and what was to happen did."""
     spec, report, options = bench.stack.spec, bench.report, bench.options
-    adapts = any(head.kind in ADAPTED_KINDS for head in spec.heads)
-    ways, rough = ways_of(methods, report.dtype, adapts)
+    fixed = [f"single:{head.name}" for head in spec.heads if head.kind not in ADAPTED_KINDS]
+    learning = [method for method in methods if len(fixed) < len(spec.heads) and method not in fixed]
+    ways, rough = ways_of(methods, report.dtype, learning)
     with Progress("ids", (1 + len(ways) + len(rough)) * count * options.max_new_tokens) as progress:
 
         def add(line: Line) -> None:
@@ -207,14 +208,13 @@ def run_identity(bench: Bench, asked: Sequence[Question], count: int, methods: S
         add(line)
         run(bench.stack, ways)
         extra = {role: {**spec.extra.get(role, {}), **CUTS} for role in ("verifier", "drafter")}
-        with running(replace(spec, adapt=adapts, extra=extra | {"adapter": QUICK}), report) as cut:
+        with running(replace(spec, adapt=bool(learning), extra=extra | {"adapter": QUICK}), report) as cut:
             run(cut, rough)
     differ = [f"{line['way']}: {line['difference']}" for line in report.rows if line["difference"]]
     report.checks.append(Check("ways that differ", len(differ), "0", not differ, "; ".join(differ[:3])))
     least, bound = min(line["ids"] for line in report.rows), bench.options.ids
     report.checks.append(Check("ids of a line", least, f">= {bound}", least >= bound, weak=True))
-    beside = [line for line in report.rows if KILLS in line["way"]]
-    idle = [line["way"] for line in beside if line["happened"] < LEAST_HAPPENED]
+    idle = [line["way"] for line in report.rows if KILLS in line["way"] and line["happened"] < LEAST_HAPPENED]
     report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, ", ".join(idle), weak=True))
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lab import identity
 from lab.cli import app as bench
-from lab.identity import KILLS, SYNCS, Way
+from lab.identity import KILLS, SYNCS, Way, ways_of
 from tests.tiny_stack import ONE_THREAD_EACH, tiny_stack
 
 
@@ -36,10 +36,11 @@ def rows_of(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, ids: int,
 
 @pytest.mark.timeout(600)
 def test_some_ways_to_decode_have_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [SYNCS in way.during for way in ways_of(["single:lookup", "auto"], "float32", ["auto"])[1]] == [False, True]
     monkeypatch.setattr(identity, "KILL_EVERY_S", 0.1)
     monkeypatch.setattr(identity, "LEAST_HAPPENED", 1)
     ways, rough = [Way("plain"), Way("single:block", 8)], [Way("single:block", during=f"{KILLS} and {SYNCS}")]
-    monkeypatch.setattr(identity, "ways_of", lambda methods, dtype, adapts: (ways, rough))
+    monkeypatch.setattr(identity, "ways_of", lambda *of: (ways, rough))
     rows = rows_of(tmp_path, monkeypatch, "bfloat16", ids=60, new_tokens=20)
     assert len(rows) == 1 + len(ways) + len(rough)
     assert rows[-1]["happened"] >= 1

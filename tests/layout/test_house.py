@@ -146,7 +146,7 @@ def test_every_file_that_names_the_version_names_the_same() -> None:
         "CITATION.cff": f"version: {version}",
         "helm/Chart.yaml": f"version: {version}\nappVersion: {version}",
         "examples/compose.yaml": f"image: coppice:{version}-cpu",
-        "CHANGELOG.md": f"## [Unreleased]\n\n## [{version}] - 20",
+        "CHANGELOG.md": f"\n\n## [{version}] - 20",
     }
     assert [file for file, text in named.items() if text not in (ROOT / file).read_text(encoding="utf-8")] == []
 
