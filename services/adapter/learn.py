@@ -100,15 +100,15 @@ class Texts(Teacher):
     Rotary attention sees differences of positions alone, so every text starts at 0. Shorter ones end early.
     """
 
-    def __init__(self, samples: Samples, draft_number: Tensor) -> None:
-        """draft_number: (V + 1,) draft id of each target id, -1 at those that have none; the greatest is D - 1."""
+    def __init__(self, samples: Samples, draft_number: Tensor, size: int) -> None:
+        """draft_number: (V + 1,) draft id of each target id, -1 at those that have none. size: D, draft ids."""
         self.draft_number, device = draft_number, draft_number.device
         tokens = [torch.from_numpy(sample.tokens) for sample in samples]
         rows = [torch.from_numpy(sample.feature_rows()) for sample in samples]
         ids = pad_sequence(tokens, batch_first=True, padding_value=_NOTHING).to(device)
         features = pad_sequence(rows, batch_first=True).to(device)
         numbers = draft_number[ids.roll(-1, dims=1)]
-        final = torch.zeros(*numbers.shape, int(draft_number.max()) + 1, device=device)
+        final = torch.zeros(*numbers.shape, size, device=device)
         final.scatter_(-1, numbers.clamp(min=0)[..., None], 1.0)
         self.answer = Answer(ids, features, final)  # `final` is (S, T, D) probabilities of the token behind each
 
@@ -160,7 +160,7 @@ class Learner:
         self.stopped = threading.Event()  # set by another thread: no more optimiser steps
 
     def texts(self, samples: Samples) -> Texts:
-        return Texts(samples, self._draft_number)
+        return Texts(samples, self._draft_number, self.config.draft_vocab_size)
 
     def learn(
         self, arm: Arm, begin: Mapping[str, Tensor], texts: Samples, held_out: Samples, penalty: float = 0.0

@@ -25,7 +25,6 @@ PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
 NEW_TOKENS, TRIES = 64, 3
 REGULAR = 0.8  # calls a step from which a function counts
-_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _counted(folder: Path) -> Iterator[None]:
 def _read(folder: Path, pid: int) -> Counter[str]:
     """What a process has counted by now."""
     (folder / f"{pid}.ask").touch()
-    until = time.monotonic() + _ANSWER_S
+    until = time.monotonic() + 30.0
     while (folder / f"{pid}.ask").exists():
         if time.monotonic() > until:
             raise TimeoutError(f"process {pid} does not tell its counts")
@@ -67,8 +66,8 @@ def _read(folder: Path, pid: int) -> Counter[str]:
 
 
 def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Calls]:
-    """Calls a step under each policy, by the sampled answer of some that takes the fewest: a full machine adds late
-    drafts and cut trees to others.
+    """Calls a step under each policy, of a process by the sampled answer of some that takes it the fewest: a full
+    machine adds late drafts and cut trees to others.
     """
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
@@ -78,7 +77,8 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
             pids = {name: ready.pid for name, ready in stack.services.items()}
             for policy in policies:
                 tries = [_measured(client, Path(name), pids, policy, seed) for seed in range(TRIES)]
-                found[policy] = min(tries, key=lambda calls: sum(map(calls.total, pids)))
+                fewest = {role: min(tries, key=lambda calls: calls.total(role)).by_process[role] for role in pids}
+                found[policy] = Calls(min(calls.steps for calls in tries), fewest)
     return found
 
 
