@@ -104,15 +104,15 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         "machine": this_machine().describe(),
         "ok": ok,
         "minutes": (time.monotonic() - began) / 60,
-        "result": _claim(lines, rows, failed=not ok)[:120],
+        "result": _claim(lines, rows, failed=not ok)[:300],
         "rows": rows,
     }
 
 
 def _claim(lines: Sequence[str], rows: Sequence[Mapping[str, Any]], *, failed: bool) -> str:
-    """The first check or test that failed; else what ways or rows come to, the first check that held, the last line."""
+    """The checks or tests that failed; else what ways or rows come to, the first check that held, the last line."""
     if failures := [line for line in lines if failed and line.startswith(("FAILED", "weak "))]:
-        return failures[0]
+        return "; ".join(failures)
     if ways := [match for line in lines if (match := re.match(r"([0-9a-f]{64})  (\d+) ids  ", line))]:
         return f"{ways[0][1][:16]} of {sum(int(way[2]) for way in ways)} ids in {len(ways)} ways"
     if rows and "mutant" in rows[0]:
@@ -147,18 +147,15 @@ def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[st
 
 
 def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
-    """Return the table of campaigns as Markdown, then what failed in those of many rows."""
+    """Return the table of campaigns as Markdown."""
     rows = [results.get(name, {"campaign": name, "result": "not run"}) for name in campaigns]
     rows = [row | {"result": f"{row['result']}, since {row['since']}"} if "since" in row else row for row in rows]
-    failed = [row | fault for row in rows for fault in row.get("rows", ()) if not fault["ok"]]
     counts = Counter("not run" if "ok" not in row else "ok" if row["ok"] else "failed" for row in rows)
     return (
         "# Proof\n\nThe latest result of every campaign of `make nightly`, with the commit that it was measured at: "
         f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
-        "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of "
-        "each planted bug.\n\n"
+        "[proof.json](proof.json) has the figures, [faults.md](faults.md) says what faults prove.\n\n"
         + _table(COLUMNS, rows)
-        + ("\n## Faults that failed\n\n" + _table(("campaign", "date", *FAULTS), failed) if failed else "")
     )
 
 
