@@ -38,6 +38,7 @@ from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
 from tests.nightly.__main__ import ROOT
 from tests.pushes import Push, altered
+from tests.signals import holds
 from tests.stacks import serving
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
@@ -148,15 +149,6 @@ async def lets_go(ready: Ready) -> None:
             await asyncio.sleep(0.02)
 
 
-async def grows_no_more(ready: Ready, before: State, memory: int) -> None:
-    """Fails if a process holds more in the end: connections take a moment to go, a leak stays."""
-    for _ in range(100):
-        if (after := State.of(ready)).has_not_grown(before, memory):
-            return
-        await asyncio.sleep(0.1)
-    pytest.fail(f"{ready.role} held {before} and holds {after}")
-
-
 def wrong(one: Outcome, allowed: set[str]) -> bool:
     """Whether a call ended late, with a status that is not documented, or with words that are not ours."""
     if one.unseen:
@@ -248,7 +240,8 @@ async def test_a_method_survives_whatever_is_sent_to_it(
         request = health_pb2.HealthCheckRequest(service=SERVICES[ready.role])
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    await grows_no_more(ready, before, MEMORY * (4 if method == "Link" else 1))
+    memory = MEMORY * (4 if method == "Link" else 1)  # connections take a moment to end, a leak stays
+    assert await holds(lambda: State.of(ready).has_not_grown(before, memory)), (before, State.of(ready))
     log = (Path(str(stack.log_dir)) / f"{service}.log").read_text()
     assert not re.search(r"unexpected error|Traceback|forward failed|drafting failed|goes on without", log), log[-3000:]
     assert await asyncio.to_thread(answers, stack) == right

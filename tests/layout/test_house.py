@@ -142,6 +142,7 @@ def test_imports_load_no_framework() -> None:
 def test_every_file_that_names_the_version_names_the_same() -> None:
     """Whoever releases changes them together, and heads the changelog with it."""
     (version,) = re.findall(r'^__version__ = "(.*)"$', (ROOT / "coppice/__init__.py").read_text(), re.MULTILINE)
+    version = re.escape(version)
     named = {
         "CITATION.cff": f"version: {version}",
         "helm/Chart.yaml": f"version: {version}\nappVersion: {version}",
@@ -182,7 +183,7 @@ RATCHET = {
     "Python outside tests": 29_718,
     "of it lab": 2_554,
     "files outside tests": 150,
-    "Python of tests": 26_968,
+    "Python of tests": 26_962,
     "words of docs": 23_742,
     "settings": 69,
     "MB of tracked files": 73,
